@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every hard limit of the library, by name. Each one is checked where input enters (bindings and
+// Python) with a message that names it, and tests/test_limits.py asserts both sides of each.
+#pragma once
+
+#include <cstdint>
+
+namespace topoep {
+
+constexpr int kMaxRanks = 1024;       // positions fit in 10 bits of a packed key
+constexpr int kMaxExperts = 4096;     // expert ids fit in uint16 with room for kNoExpert
+constexpr int kMaxSpareSlots = 16;    // spare slots per rank
+constexpr int kMaxTopK = 64;          // routed experts per token
+constexpr int kMaxCandidates = 1024;  // (cap, policy) pairs of one solve
+
+// Sums of tokens are int32, so one plan covers at most this many routed (token, expert) pairs.
+constexpr int64_t kMaxTokens = INT32_MAX;
+
+}  // namespace topoep

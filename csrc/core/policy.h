@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// One candidate of the portfolio: a rule that gives the cap on rank load, and the knobs of the
+// heuristic that tries to reach it. Packed into one int64, so that a list of candidates crosses
+// Python, the op schema and a kernel argument as plain integers (topoep/portfolio.py packs them).
+#pragma once
+
+#include <cstdint>
+
+#include "core/hd.h"
+
+namespace topoep {
+
+enum CapRule : int {
+    kNoCopies = 0,     // the empty plan; candidate 0 of every list
+    kAboveMean = 1,    // value = parts per million above the mean rank load
+    kAboveNode = 2,    // the same above the fullest node's mean: no cross-node copy is needed there
+    kAtRankLoad = 3,   // value = k: the k-th largest rank load, so k - 1 ranks give tokens away
+};
+
+enum RoomThreshold : int { kUseAllRooms = 0, kRoomsForExcess = 1, kRoomsWithMargin = 2 };
+enum Exporter : int { kHottestExpert = 0, kCoverFit = 1 };
+enum ItemOrder : int { kLargestFirst = 0, kImportsFirst = 1, kSourcesFirst = 2 };
+enum Affinity : int { kIgnoreOrigin = 0, kAffinityIfFits = 1, kAffinityAlways = 2 };
+
+struct Policy {
+    int node_step;   // 1: nodes first, then ranks inside each node; 0: one flat step over all ranks
+    int near_first;  // flat and last-resort steps prefer the source's node and nodes that hold a copy
+    int threshold;   // RoomThreshold: leave the smallest rooms of the cluster empty
+    int exporter;    // Exporter: which rank of a full node gives its tokens to another node
+    int round_up;    // export at least the whole excess of that rank
+    int item_order;  // ItemOrder inside a node
+    int pair_fit;    // fill two rooms exactly where no single room is large enough
+    int affinity;    // Affinity: prefer nodes that many of the expert's tokens come from
+};
+
+struct CandidateSpec {
+    int rule;
+    int64_t value;
+    Policy policy;
+};
+
+TOPOEP_HD CandidateSpec unpack_candidate(int64_t packed) {
+    const int bits = static_cast<int>(packed & 0xffff);
+    CandidateSpec spec;
+    spec.rule = static_cast<int>(packed >> 56 & 0xff);
+    spec.value = packed >> 16 & 0xffffffffff;
+    spec.policy.node_step = bits & 1;
+    spec.policy.near_first = bits >> 1 & 1;
+    spec.policy.threshold = bits >> 2 & 3;
+    spec.policy.exporter = bits >> 4 & 1;
+    spec.policy.round_up = bits >> 5 & 1;
+    spec.policy.item_order = bits >> 6 & 3;
+    spec.policy.pair_fit = bits >> 8 & 1;
+    spec.policy.affinity = bits >> 9 & 3;
+    return spec;
+}
+
+}  // namespace topoep

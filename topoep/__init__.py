@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Topology-aware load balancing for expert-parallel MoE training."""
+
+from topoep._version import __version__
+from topoep.objective import Balance, Even
+from topoep.plan import Plan, solve
+from topoep.portfolio import Candidate
+from topoep.topology import Topology
+
+__all__ = [
+    "Balance",
+    "Candidate",
+    "Even",
+    "Plan",
+    "Topology",
+    "__version__",
+    "solve",
+]

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan is asked to be good at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PARTS_PER_MILLION = 1_000_000
+_BALANCE, _EVEN = 0, 1  # ObjectiveKind in csrc/core/objective.h
+_MAX_CROSS_WEIGHT = 1024
+
+
+def _check_weight(cross_weight: int) -> None:
+    if not 1 <= cross_weight <= _MAX_CROSS_WEIGHT:
+        raise ValueError(
+            f"cross_weight={cross_weight}: a copy between nodes costs 1 to {_MAX_CROSS_WEIGHT} "
+            "copies inside a node"
+        )
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Fewest weighted copies with the fullest rank within a tolerance of the mean.
+
+    If no candidate plan is within the tolerance, the one with the least maximum load is taken.
+
+    Args:
+        tolerance: allowed imbalance: max load <= floor(mean * (1 + tolerance)).
+        cross_weight: what a copy that crosses nodes costs, in copies inside a node.
+
+    Raises:
+        ValueError: the tolerance is not in [0, 1000], or cross_weight not in 1 .. 1024.
+    """
+
+    tolerance: float = 0.01
+    cross_weight: int = 3
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance <= 1000:
+            raise ValueError(
+                f"tolerance={self.tolerance}: expected 0 to 1000, for example 0.01 for 1 %"
+            )
+        _check_weight(self.cross_weight)
+
+    @property
+    def tolerance_ppm(self) -> int:
+        """The tolerance in parts per million."""
+        return round(self.tolerance * PARTS_PER_MILLION)
+
+    def to_ints(self) -> list[int]:
+        """The objective as the solve op takes it."""
+        return [_BALANCE, self.tolerance_ppm, self.cross_weight]
+
+
+@dataclass(frozen=True)
+class Even:
+    """Least maximum load first, then fewest weighted copies.
+
+    Args:
+        cross_weight: what a copy that crosses nodes costs, in copies inside a node.
+
+    Raises:
+        ValueError: cross_weight is not in 1 .. 1024.
+    """
+
+    cross_weight: int = 3
+
+    def __post_init__(self) -> None:
+        _check_weight(self.cross_weight)
+
+    def to_ints(self) -> list[int]:
+        """The objective as the solve op takes it."""
+        return [_EVEN, 0, self.cross_weight]
+
+
+Objective = Balance | Even

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The candidates that a solve tries: (cap on rank load, policy) pairs.
+
+No single policy and no single cap is best for all loads, and while a plan is being made the other
+SMs of the GPU are idle anyway, so every candidate is solved and an integer key picks the winner.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from topoep.objective import PARTS_PER_MILLION, Balance, Objective
+
+# CapRule in csrc/core/policy.h
+_NO_COPIES, _ABOVE_MEAN, _ABOVE_NODE, _AT_RANK_LOAD = range(4)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to make a plan.
+
+    Args:
+        cap: how much load a rank may keep: ``"mean+1%"`` above the mean rank load, ``"node+1%"``
+            above the mean of the fullest node (no copy needs to cross nodes then), ``"load#5"`` the
+            fifth largest rank load, or ``"none"``, which makes the empty plan.
+        policy: ``"F"`` (one flat step over all ranks, near nodes first), ``"F0"`` (the same without
+            that preference), or ``"H"`` (nodes first) and five digits: room threshold 0-2, exporter
+            0 hottest or 2 cover-fit, round up 0-1, item order 0-2, fit 0 single or 2 pair. An ``a``
+            or ``A`` behind them prefers destination nodes that the tokens come from, if the share
+            fits there or always. docs/algorithm.md explains each.
+
+    Raises:
+        ValueError: a name is not of these forms.
+    """
+
+    cap: str
+    policy: str = "F"
+
+    def pack(self) -> int:
+        """The candidate as one integer, as the solve op takes it (csrc/core/policy.h)."""
+        rule, value = self._parse_cap()
+        return rule << 56 | value << 16 | self._parse_policy()
+
+    def _parse_cap(self) -> tuple[int, int]:
+        if self.cap == "none":
+            return _NO_COPIES, 0
+        if match := re.fullmatch(r"(mean|node)\+(\d+(?:\.\d+)?)%", self.cap):
+            rule = _ABOVE_MEAN if match[1] == "mean" else _ABOVE_NODE
+            return rule, round(float(match[2]) * PARTS_PER_MILLION / 100)
+        if match := re.fullmatch(r"load#([1-9]\d*)", self.cap):
+            return _AT_RANK_LOAD, int(match[1])
+        raise ValueError(
+            f"cap {self.cap!r}: expected 'mean+1%', 'node+1%', 'load#5' or 'none'"
+        )
+
+    def _parse_policy(self) -> int:
+        if self.policy in ("F", "F0"):
+            return (self.policy == "F") << 1
+        match = re.fullmatch(r"H([012])([02])([01])([012])([02])([aA]?)", self.policy)
+        if not match:
+            raise ValueError(f"policy {self.policy!r}: expected 'F', 'F0' or like 'H22112'")
+        threshold, exporter, round_up, order, fit = (int(digit) for digit in match.groups()[:5])
+        affinity = {"": 0, "a": 1, "A": 2}[match[6]]
+        return (
+            1
+            | 1 << 1
+            | threshold << 2
+            | (exporter == 2) << 4
+            | round_up << 5
+            | order << 6
+            | (fit == 2) << 8
+            | affinity << 9
+        )
+
+
+EMPTY_PLAN = Candidate("none")
+
+# Ten policies, in the order in which a greedy choice over many loads takes them.
+POLICIES = (
+    "H22112", "F", "H10122", "F0", "H02122", "H12012", "H12120", "H20020", "H20122", "H10022",
+)  # fmt: skip
+
+# A list for any objective: every prefix of it is the best of its length over many loads.
+GENERAL = tuple(
+    Candidate(*text.split(":"))
+    for text in """
+    mean+0%:H22112 mean+5%:H22112 mean+1%:H02122 node+1%:H22112 mean+0.2%:H02122 mean+10%:H20122
+    mean+2%:H22112 mean+0%:F mean+0.5%:H02122 mean+0.01%:H20122 mean+1%:H12120 mean+0.01%:F0
+    mean+0.5%:H12012 mean+0.2%:H20020 mean+0.5%:F mean+0.04%:H10122 mean+2%:H20020
+    mean+0.01%:H12012 mean+1%:H20122 load#5:H20020 mean+5%:H02122 mean+0.5%:H10122
+    mean+0.2%:H12120 mean+2%:H12012 mean+0.2%:F0 mean+10%:H02122 mean+2%:H02122 mean+0.5%:H22112
+    mean+0%:H10122 mean+6%:H12012 mean+20%:H22112 node+2%:H22112 mean+1%:F mean+1%:H22112
+    mean+0.2%:H10022 mean+10%:H12120 mean+0.01%:H02122 mean+5%:H10022 mean+1%:H20020
+    mean+0.025%:H10122 load#2:H22112 mean+0.2%:F mean+0.7%:F0 mean+2%:H20122 mean+1%:H10022
+    mean+0.01%:H10022 mean+5%:H20122 mean+5%:F mean+0.5%:H12120 mean+0.01%:F mean+0.2%:H22112
+    mean+0.06%:H12012 mean+0.5%:H20122 mean+0.04%:F0 mean+1.6%:H20122 mean+5%:H20020
+    mean+0.4%:H02122 mean+2%:H10022 mean+0.2%:H10122 mean+10%:F mean+2%:F mean+1%:H12012
+    mean+0.2%:H12012 mean+0.3%:H10122
+    """.split()
+)
+
+
+def default_candidates(objective: Objective) -> tuple[Candidate, ...]:
+    """The candidates that ``solve`` tries when none are given: the empty plan first.
+
+    For a tolerance, all policies at exactly that cap, then a general list that holds tighter caps
+    (which sometimes need fewer copies by luck) and looser ones (when the tolerance cannot be met).
+    """
+    if isinstance(objective, Balance):
+        cap = f"mean+{objective.tolerance * 100:.4f}%"
+        return (EMPTY_PLAN, *(Candidate(cap, policy) for policy in POLICIES), *GENERAL[:24])
+    return (EMPTY_PLAN, *GENERAL)
