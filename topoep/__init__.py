@@ -2,6 +2,8 @@
 """Topology-aware load balancing for expert-parallel MoE training."""
 
 from topoep._version import __version__
+from topoep.balancer import Balancer
+from topoep.experts import BalancedExperts
 from topoep.objective import Balance, Even
 from topoep.plan import Plan, solve
 from topoep.portfolio import Candidate
@@ -9,6 +11,8 @@ from topoep.topology import Topology
 
 __all__ = [
     "Balance",
+    "BalancedExperts",
+    "Balancer",
     "Candidate",
     "Even",
     "Plan",

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,9 @@ from topoep.objective import Balance, Objective
 from topoep.portfolio import Candidate, default_candidates
 from topoep.topology import Topology
 from topoep.validate import validate_plan
+
+if TYPE_CHECKING:
+    from topoep.replicas import Lease
 
 MAX_EXPERTS = 4096  # kMaxExperts in csrc/core/limits.h
 MAX_SPARE_SLOTS = 16  # kMaxSpareSlots
@@ -83,6 +88,14 @@ class HostPlan:
     recv: npt.NDArray[np.int32] | None  # [R, H + S]
 
 
+@dataclass
+class PlanUsage:
+    """What has been done with a plan; the only thing about it that changes."""
+
+    backward_done: bool = False
+    leases: list[weakref.ref[Lease]] = field(default_factory=list)
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Copies for one microbatch of one layer, and who serves which tokens.
@@ -122,6 +135,7 @@ class Plan:
     owner: object | None = field(default=None, repr=False)
     # Local routed ids of a Balancer's plan, by which a recomputation finds it again.
     topk_ids: tuple[Tensor, ...] = field(default=(), repr=False)
+    usage: PlanUsage = field(default_factory=PlanUsage, repr=False)
 
     @functools.cached_property
     def _split(self) -> Tensor:

@@ -1,0 +1,477 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The balancer: one object per expert-parallel group that plans, reroutes and moves weights."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from topoep import ops
+from topoep._version import __version__
+from topoep.objective import Balance, Objective
+from topoep.plan import Plan, PlanConfig, check_counts, make_plan
+from topoep.portfolio import EMPTY_PLAN, Candidate, default_candidates
+from topoep.recompute import PlanHistory, Replay, in_backward
+from topoep.replicas import Lease, Release, Replicate, SlotBuffer
+from topoep.topology import Topology
+from topoep.transports import make_transport
+from topoep.transports.base import Weights
+
+MAX_TOP_K = 64  # kMaxTopK in csrc/core/limits.h
+MAX_TOKENS = 2**31 - 1  # kMaxTokens
+
+REPLICA_POLICIES = ("refetch", "keep")
+
+# What all ranks must agree on, in the order of the messages, and which of it is shown as a number.
+_FIELDS = (
+    "valid",
+    "version",
+    "num_experts",
+    "spare_slots",
+    "node_of_rank",
+    "objective",
+    "candidates",
+    "replica_policy",
+)
+_PLAIN_FIELDS = ("num_experts", "spare_slots")
+
+#: What a call takes for each rank that the balancer holds: with ``transport="local"`` a list with
+#: one entry per simulated rank, otherwise the entry itself.
+TensorOrList = Tensor | Sequence[Tensor]
+WeightsOrList = Weights | Sequence[Weights]
+
+
+class Balancer:
+    """Balances the expert-parallel MoE layers of one process group.
+
+    Call per layer and microbatch, all ranks in the same order::
+
+        plan = balancer.plan(topk_ids)                 # collective: one all-gather of counts
+        ids = balancer.reroute(topk_ids, plan)         # physical ids for any EP dispatcher
+        guests = balancer.replicate((w1, w2), plan)    # weights for the spare slots
+        y = balancer.release(experts(x, guests), plan)
+
+    One balancer serves all layers of a model that have the same number of experts. Memory: S times
+    the bytes of one expert, once per shape of expert weights, for ``replica_policy="refetch"``.
+
+    Args:
+        topology: the ranks of the group and their nodes.
+        num_experts: E, a multiple of the number of ranks R.
+        spare_slots: S, copies of other ranks' experts that a rank can hold at a time.
+        group: the expert-parallel process group. None simulates all ranks in this process: calls
+            then take and return lists with an entry per rank.
+        transport: ``"auto"``, ``"c10d"`` (any torch.distributed backend) or ``"local"``.
+        objective: what makes a plan good; ``Balance(0.01)`` if None.
+        replica_policy: ``"refetch"``: all layers share the spare slots, backward fetches the copies
+            again; ``"keep"``: every call has its own, kept until its backward.
+        candidates: what to try instead of the default list.
+
+    Raises:
+        ValueError: an argument is out of range, or two ranks of the group disagree on the
+            configuration (the message names the field and the ranks; one collective at set-up).
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        num_experts: int,
+        spare_slots: int = 2,
+        *,
+        group: dist.ProcessGroup | None = None,
+        transport: str = "auto",
+        objective: Objective | None = None,
+        replica_policy: str = "refetch",
+        candidates: Sequence[Candidate] | None = None,
+    ) -> None:
+        objective = Balance() if objective is None else objective
+        self.transport = make_transport(transport, topology, group)
+        problem: ValueError | None = None
+        try:
+            self.config = PlanConfig(topology, num_experts, spare_slots, objective)
+            if replica_policy not in REPLICA_POLICIES:
+                raise ValueError(
+                    f"replica_policy={replica_policy!r}; expected one of "
+                    f"{', '.join(REPLICA_POLICIES)}"
+                )
+            self._candidates = (
+                default_candidates(objective)
+                if candidates is None
+                else (EMPTY_PLAN, *candidates)
+            )
+            fields = self._fingerprint(replica_policy)
+        except ValueError as error:
+            problem, fields = error, dict.fromkeys(_FIELDS, 0)
+        # A rank with a bad argument still takes part, so that the others do not wait for it.
+        gathered = self.transport.gather_config(torch.tensor([fields[f] for f in _FIELDS]))
+        if problem is not None:
+            raise problem
+        _check_agreement(gathered)
+        self.replica_policy = replica_policy
+        self._buffers: dict[object, SlotBuffer] = {}
+        self._histories: weakref.WeakKeyDictionary[object, PlanHistory] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._replay = Replay()
+
+    # ---- sizes ---------------------------------------------------------------------------------
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks and their nodes."""
+        return self.config.topology
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.config.num_experts
+
+    @property
+    def spare_slots(self) -> int:
+        """S."""
+        return self.config.spare_slots
+
+    @property
+    def num_physical_experts(self) -> int:
+        """P = R * (H + S): what a dispatcher takes for its number of experts."""
+        return self.config.num_physical_experts
+
+    @property
+    def held_ranks(self) -> tuple[int, ...]:
+        """The ranks whose data this process holds."""
+        return self.transport.held
+
+    # ---- planning ------------------------------------------------------------------------------
+
+    def plan(self, topk_ids: TensorOrList, *, layer: object | None = None) -> Plan:
+        """Counts the routed ids, exchanges the counts and makes the plan. Collective.
+
+        Inside a recomputation of activation checkpointing it returns the plan of the forward pass
+        and communicates nothing.
+
+        Args:
+            topk_ids: int32 or int64 ``[T, K]``, -1 for padding; T may differ from rank to rank and
+                may be 0.
+            layer: the layer this plan is for, if the balancer serves several whose recomputations
+                must be told apart; any hashable, weakly referenced object.
+
+        Raises:
+            TypeError: the ids have another dtype.
+            ValueError: the ids have another shape or exceed a limit.
+            RuntimeError: a recomputation routes tokens in another way than its forward pass.
+        """
+        ids = self._held(topk_ids, "topk_ids")
+        for tensor in ids:
+            _check_ids(tensor, self.config.num_ranks)
+        history = self.history(self if layer is None else layer)
+        if in_backward():
+            replayed = self._replay.next_plan()
+            return replayed if replayed is not None else history.find(ids)
+        counted = [ops.histogram(tensor, self.num_experts) for tensor in ids]
+        counts = self.transport.exchange([counts for counts, _ in counted])
+        invalid = torch.stack([invalid for _, invalid in counted]).sum(dtype=torch.int32)
+        plan = self._make_plan(counts, invalid, ids)
+        history.add(plan)
+        self._replay.record(plan)
+        return plan
+
+    def plan_from_counts(self, counts: Tensor) -> Plan:
+        """Makes the plan from counts that all ranks know already; no communication.
+
+        Args:
+            counts: int32 ``[R, E]``, the same on all ranks.
+
+        Raises:
+            TypeError, ValueError: as for :func:`topoep.solve`.
+        """
+        check_counts(counts, self.config)
+        return self._make_plan(counts, None, ())
+
+    def checkpoint_contexts(
+        self,
+    ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For ``torch.utils.checkpoint(.., context_fn=balancer.checkpoint_contexts)``.
+
+        Hands the plans of the forward pass to its recomputation in order. Without it a
+        recomputation finds its plan by comparing ids, which waits for the device on a GPU and
+        cannot tell apart two microbatches in flight with equal ids.
+        """
+        return self._replay.contexts()
+
+    def _make_plan(
+        self, counts: Tensor, num_invalid: Tensor | None, ids: tuple[Tensor, ...]
+    ) -> Plan:
+        rank = self.held_ranks[0] if len(self.held_ranks) == 1 else None
+        return make_plan(
+            self.config, counts, self._candidates, rank, num_invalid, owner=self, topk_ids=ids
+        )
+
+    def history(self, layer: object) -> PlanHistory:
+        """The plans of one layer that backward may still need."""
+        return self._histories.setdefault(layer, PlanHistory())
+
+    # ---- routing -------------------------------------------------------------------------------
+
+    def reroute(self, topk_ids: TensorOrList, plan: Plan) -> TensorOrList:
+        """Rewrites expert ids to physical ids ``rank * (H + S) + slot``.
+
+        Quotas are filled in token order: home first, then the copies. Distinct experts of a token
+        stay distinct physical ids, -1 stays -1, ids out of range are passed through.
+
+        Args:
+            topk_ids: int32 or int64 ``[T, K]``, those the plan was made for.
+            plan: from this balancer.
+
+        Returns:
+            New ids of the same shape and dtype.
+
+        Raises:
+            TypeError, ValueError: bad ids, or a plan of another balancer.
+        """
+        self._check_plan(plan)
+        ids = self._held(topk_ids, "topk_ids")
+        for tensor in ids:
+            _check_ids(tensor, self.config.num_ranks)
+            if tensor.device != plan.counts.device:
+                raise ValueError(f"topk_ids are on {tensor.device}, the plan is on "
+                                 f"{plan.counts.device}")
+        rerouted = []
+        for tensor, rank in zip(ids, self.held_ranks, strict=True):
+            row = plan if plan.rank == rank else plan.for_rank(rank)
+            assert row.send is not None
+            rerouted.append(
+                ops.reroute(
+                    tensor, row.send, plan.copy_offsets, plan.copy_slots, self.config.num_ranks
+                )
+            )
+        return self._like(topk_ids, rerouted)
+
+    # ---- weights and gradients -----------------------------------------------------------------
+
+    def replicate(self, weights: WeightsOrList, plan: Plan) -> WeightsOrList:
+        """Fetches the weights of this rank's copies. Collective; its backward is one too.
+
+        Autograd brings the gradients of the copies home: they are added to the gradients of
+        ``weights``. With the policy "refetch", pass the output of the experts through
+        :meth:`release` before the next layer replicates.
+
+        Args:
+            weights: tensors ``[H, ...]`` with home experts in dimension 0, of any dtype.
+            plan: from this balancer.
+
+        Returns:
+            Tensors ``[S, ...]``, one per tensor of ``weights``; slots that the plan leaves empty
+            hold zeros or the copy of an earlier plan.
+
+        Raises:
+            TypeError, ValueError: bad weights, or a plan of another balancer.
+            RuntimeError: the slots hold copies that another layer's backward still needs.
+        """
+        self._check_plan(plan)
+        per_rank = self._held_weights(weights, self.config.experts_per_rank, "weights", plan)
+        for tensors in per_rank:
+            for tensor in tensors:
+                if not tensor.is_contiguous():
+                    raise ValueError(
+                        f"weights holds a tensor of shape {tuple(tensor.shape)} and strides "
+                        f"{tensor.stride()}; expected contiguous tensors (tensor.contiguous())"
+                    )
+        lease = Lease(self.transport, self._buffer(per_rank), plan, per_rank)
+        plan.usage.leases.append(weakref.ref(lease))
+        flat = [t for tensors in per_rank for t in tensors]
+        if self.spare_slots == 0:
+            guests = tuple(t.new_empty((0, *t.shape[1:])) for t in flat)
+        else:
+            guests = Replicate.apply(lease, *flat)
+        for guest in guests:
+            guest._topoep_lease = lease  # lives as long as autograd or the caller keeps the tensor
+        size = len(per_rank[0])
+        grouped = [guests[i : i + size] for i in range(0, len(guests), size)]
+        return grouped if isinstance(weights, list) else grouped[0]
+
+    def release(self, outputs: TensorOrList, plan: Plan) -> TensorOrList:
+        """Identity on the output of the experts that hands the spare slots to the next layer.
+
+        Its backward, which runs before that of the experts, fetches the copies again. Without it
+        (or with the policy "keep") the slots stay taken until backward has run.
+
+        Args:
+            outputs: what the experts computed with the copies of ``plan``.
+            plan: the plan given to :meth:`replicate`.
+        """
+        self._check_plan(plan)
+        held = self._held(outputs, "outputs")
+        if self.replica_policy == "refetch" and self.spare_slots > 0:
+            leases = [lease for ref in plan.usage.leases if (lease := ref()) is not None]
+            held = Release.apply(leases, *held)
+        return self._like(outputs, list(held))
+
+    def reduce_grads(
+        self, slot_grads: WeightsOrList, plan: Plan, out: WeightsOrList
+    ) -> None:
+        """Adds the gradients of all copies to the gradients at home, and zeroes them. Collective.
+
+        For trainers that accumulate gradients themselves (Megatron's ``main_grad``). Sums are
+        formed in float32 (float64 for float64) in an order that the plan alone decides, and rounded
+        once, so the result is the same from run to run.
+
+        Args:
+            slot_grads: tensors ``[S, ...]``: gradients of the copies; zero where a slot is empty.
+            plan: from this balancer.
+            out: tensors ``[H, ...]``, changed in place.
+
+        Raises:
+            TypeError, ValueError: tensors of other shapes or dtypes, or a plan of another balancer.
+        """
+        self._check_plan(plan)
+        grads = self._held_weights(slot_grads, self.spare_slots, "slot_grads", plan)
+        homes = self._held_weights(out, self.config.experts_per_rank, "out", plan)
+        for rank_grads, rank_homes in zip(grads, homes, strict=True):
+            if len(rank_grads) != len(rank_homes):
+                raise ValueError(f"{len(rank_grads)} slot_grads for {len(rank_homes)} tensors in "
+                                 "out; expected one for each")
+            for grad, home in zip(rank_grads, rank_homes, strict=True):
+                if grad.shape[1:] != home.shape[1:]:
+                    raise ValueError(f"slot_grads {tuple(grad.shape)} do not belong to out "
+                                     f"{tuple(home.shape)}: expert shapes differ")
+                if not home.is_contiguous() or not home.is_floating_point():
+                    raise ValueError("out must be contiguous floating-point tensors; it is "
+                                     "changed in place")
+        if self.spare_slots > 0:
+            with torch.no_grad():
+                self.transport.reduce_grads(plan, grads, homes)
+                for tensors in grads:
+                    for grad in tensors:
+                        grad.zero_()
+
+    # ---- checks --------------------------------------------------------------------------------
+
+    def _check_plan(self, plan: Plan) -> None:
+        if not isinstance(plan, Plan):
+            raise TypeError(f"plan is a {type(plan).__name__}; expected a topoep.Plan")
+        if plan.owner is not self:
+            made_by = "topoep.solve" if plan.owner is None else "another Balancer"
+            raise ValueError(
+                f"the plan was made by {made_by}; use this balancer's plan() or plan_from_counts()"
+            )
+
+    def _held(self, value: TensorOrList, name: str) -> tuple[Tensor, ...]:
+        """The argument as one tensor per held rank."""
+        if self.transport.name == "local":
+            if isinstance(value, Tensor) or len(value) != len(self.held_ranks):
+                raise ValueError(
+                    f"{name}: transport 'local' simulates {len(self.held_ranks)} ranks and takes a "
+                    "list with a tensor for each"
+                )
+            return tuple(value)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
+        return (value,)
+
+    def _like(self, given: TensorOrList, result: list[Tensor]) -> TensorOrList:
+        return result[0] if isinstance(given, Tensor) else result
+
+    def _held_weights(
+        self, value: WeightsOrList, rows: int, name: str, plan: Plan
+    ) -> list[Weights]:
+        """The argument as a tuple of tensors per held rank, checked."""
+        if self.transport.name == "local":
+            if not isinstance(value, list) or len(value) != len(self.held_ranks):
+                raise ValueError(
+                    f"{name}: transport 'local' simulates {len(self.held_ranks)} ranks and takes a "
+                    "list with a tuple of tensors for each"
+                )
+            per_rank = [tuple(tensors) for tensors in value]
+        else:
+            if isinstance(value, Tensor) or not isinstance(value, Sequence):
+                raise TypeError(f"{name} is a {type(value).__name__}; expected a tuple of tensors")
+            per_rank = [tuple(value)]  # type: ignore[arg-type]
+        for tensors in per_rank:
+            if not tensors:
+                raise ValueError(f"{name} is empty; expected at least one tensor")
+            for tensor in tensors:
+                if not isinstance(tensor, Tensor):
+                    raise TypeError(
+                        f"{name} holds a {type(tensor).__name__}; expected torch.Tensors"
+                    )
+                if tensor.dim() < 1 or tensor.shape[0] != rows:
+                    raise ValueError(
+                        f"{name} holds a tensor of shape {tuple(tensor.shape)}; expected "
+                        f"{rows} experts in dimension 0"
+                    )
+                if tensor.device != plan.counts.device:
+                    raise ValueError(
+                        f"{name} holds a tensor on {tensor.device}; the plan is on "
+                        f"{plan.counts.device}"
+                    )
+        return per_rank
+
+    def _buffer(self, weights: Sequence[Weights]) -> SlotBuffer:
+        """The slots for weights of this shape: shared, or new ones for every call with "keep"."""
+        if self.replica_policy == "keep":
+            return SlotBuffer(weights, self.spare_slots)
+        key = tuple((t.shape[1:], t.dtype, t.device) for t in weights[0])
+        if key not in self._buffers:
+            self._buffers[key] = SlotBuffer(weights, self.spare_slots)
+        return self._buffers[key]
+
+    def _fingerprint(self, replica_policy: str) -> dict[str, int]:
+        """The values of ``_FIELDS`` on this rank, as integers."""
+        packed = [candidate.pack() for candidate in self._candidates]
+        return {
+            "valid": 1,
+            "version": _digest(__version__),
+            "num_experts": self.num_experts,
+            "spare_slots": self.spare_slots,
+            "node_of_rank": _digest(self.topology.node_of_rank),
+            "objective": _digest(self.config.objective.to_ints()),
+            "candidates": _digest(packed),
+            "replica_policy": REPLICA_POLICIES.index(replica_policy),
+        }
+
+
+def _digest(value: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+
+
+def _check_agreement(values: Tensor) -> None:
+    """Raises unless every row (rank) of the gathered fields is the same."""
+    for column, name in enumerate(_FIELDS):
+        mine = values[:, column].tolist()
+        other = next((rank for rank, value in enumerate(mine) if value != mine[0]), None)
+        if name == "valid" and 0 in mine:
+            raise ValueError(
+                f"rank {mine.index(0)} was given arguments that are not valid, see its error; no "
+                "rank can go on without it"
+            )
+        if other is not None:
+            shown = f" ({mine[0]} and {mine[other]})" if name in _PLAIN_FIELDS else ""
+            raise ValueError(
+                f"ranks 0 and {other} of the group disagree on {name}{shown}; give every rank the "
+                "same configuration"
+            )
+
+
+def _check_ids(ids: Tensor, num_ranks: int) -> None:
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"topk_ids is a {type(ids).__name__}; expected a torch.Tensor")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"topk_ids has dtype {ids.dtype}; expected int32 or int64 (ids.to(torch.int64))"
+        )
+    if ids.dim() != 2:
+        raise ValueError(f"topk_ids has shape {tuple(ids.shape)}; expected [tokens, top_k]")
+    if not 1 <= ids.shape[1] <= MAX_TOP_K:
+        raise ValueError(
+            f"topk_ids has top_k={ids.shape[1]}; expected 1 to {MAX_TOP_K} (kMaxTopK)"
+        )
+    if ids.numel() * num_ranks > MAX_TOKENS:
+        raise ValueError(
+            f"{ids.numel()} routed ids on each of {num_ranks} ranks may exceed {MAX_TOKENS} "
+            "(kMaxTokens), the most that one plan counts; use smaller microbatches"
+        )
