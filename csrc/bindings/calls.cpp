@@ -162,8 +162,8 @@ SplitCall prepare_split(const Tensor& counts, const Tensor& topology, const Tens
                  "split: slot_expert ", shape_of(slot_expert), " and slot_tokens ",
                  shape_of(slot_tokens), " must be [ranks, spare_slots]");
     call.view = view_topology_table(data<int32_t>(call.topology), call.shape.num_ranks);
-    call.split =
-        new_tensor(counts, {counts.size(0), call.shape.num_physical()}, ScalarType::Int);
+    const std::vector<int64_t> sizes{counts.size(0), call.shape.num_physical()};
+    call.split = torch::stable::new_zeros(counts, sizes, ScalarType::Int);
     return call;
 }
 

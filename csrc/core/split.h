@@ -7,6 +7,7 @@
 // allow (tests/test_split.py compares with the linear program).
 #pragma once
 
+#include "core/candidate.h"
 #include "core/shape.h"
 #include "core/team.h"
 
@@ -17,6 +18,20 @@ struct SlotsView {
     const uint16_t* expert;
     const int32_t* tokens;
 };
+
+// Entry i of a SlotsView, from the slot tables of a finished plan.
+TOPOEP_HD void write_planner_slot(const Shape& shape, const TopologyView& topology,
+                                  const int32_t* slot_expert, const int32_t* slot_tokens, int i,
+                                  uint16_t* experts, int32_t* tokens) {
+    const int spare = shape.spare_slots;
+    const int home_slots = shape.experts_per_rank();
+    const int in = topology.rank_at[i / spare] * spare + i % spare;
+    const int id = slot_expert[in];
+    experts[i] = id < 0 ? kNoExpert
+                        : static_cast<uint16_t>(topology.position_of[id / home_slots] * home_slots +
+                                                id % home_slots);
+    tokens[i] = id < 0 ? 0 : slot_tokens[in];
+}
 
 // Work arrays for one expert, by position.
 struct ExpertSplit {

@@ -24,7 +24,7 @@ void histogram_cpu(const Id* ids, int64_t num_ids, int num_experts, int32_t* cou
     std::vector<int32_t> tables(kTables * num_bins, 0);
     int32_t* const table = tables.data();
     const auto bin_of = [=](Id id) {
-        return std::min(static_cast<uint64_t>(static_cast<int64_t>(id) + 1), invalid_bin);
+        return std::min(static_cast<uint64_t>(static_cast<int64_t>(id)) + 1, invalid_bin);
     };
     int64_t i = 0;
     for (; i + kTables <= num_ids; i += kTables) {

@@ -187,21 +187,13 @@ void solve_cpu(const SolveProblem& problem, const std::vector<int64_t>& candidat
 
 void split_cpu(const Shape& shape, const TopologyView& topology, const int32_t* counts,
                const int32_t* slot_expert, const int32_t* slot_tokens, int32_t* split) {
-    const int spare = shape.spare_slots;
-    const int home_slots = shape.experts_per_rank();
-    std::vector<uint16_t> experts(shape.num_spare(), kNoExpert);
-    std::vector<int32_t> tokens(shape.num_spare(), 0);
+    std::vector<uint16_t> experts(shape.num_spare());
+    std::vector<int32_t> tokens(shape.num_spare());
     for (int i = 0; i < shape.num_spare(); ++i) {
-        const int in = topology.rank_at[i / spare] * spare + i % spare;
-        if (slot_expert[in] >= 0) {
-            const int home = topology.position_of[slot_expert[in] / home_slots];
-            experts[i] =
-                static_cast<uint16_t>(home * home_slots + slot_expert[in] % home_slots);
-            tokens[i] = slot_tokens[in];
-        }
+        write_planner_slot(shape, topology, slot_expert, slot_tokens, i, experts.data(),
+                           tokens.data());
     }
     const SlotsView slots{experts.data(), tokens.data()};
-    std::fill(split, split + int64_t{shape.num_ranks} * shape.num_physical(), 0);
     std::vector<int32_t> memory(expert_split_bytes(shape.num_ranks) / sizeof(int32_t) + 1);
     const ExpertSplit work = bind_expert_split(shape.num_ranks, memory.data());
     for (int e = 0; e < shape.num_experts; ++e) {

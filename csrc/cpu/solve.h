@@ -16,6 +16,7 @@ void solve_cpu(const SolveProblem& problem, const std::vector<int64_t>& candidat
                const PlanView& plan, const ParallelFor& parallel_for);
 
 // split[r, p] = tokens that source rank r sends to physical expert p under a finished plan.
+// `split` must be zero: empty slots are not written.
 void split_cpu(const Shape& shape, const TopologyView& topology, const int32_t* counts,
                const int32_t* slot_expert, const int32_t* slot_tokens, int32_t* split);
 
