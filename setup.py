@@ -171,14 +171,22 @@ def ninja_file(build, output):
     literal = json.dumps(json.dumps(info))
     (build / "build_info.h").write_text(f"#define TOPOEP_BUILD_INFO {literal}\n")
 
-    folders = ["cpu", "bindings"] + (["cuda"] if cuda_home else [])
-    sources = [s for f in folders for s in sorted((ROOT / CSRC / f).glob("*.c*")) if s.suffix != ".cuh"]
-    if not cuda_home:
-        sources = [s for s in sources if not s.stem.endswith("_cuda")]
+    left_out = {"ops_cuda"} if not cuda_home else set()
+    left_out |= {"ops_nccl"} if not nccl_include else set()
+    folders = ["cpu", "bindings"]
+    folders += ["cuda"] if cuda_home else []
+    folders += ["comm"] if nccl_include else []
+    sources = [
+        source
+        for folder in folders
+        for source in sorted((ROOT / CSRC / folder).iterdir())
+        if source.suffix in (".cpp", ".cu") and source.stem not in left_out
+    ]
     torch_root = Path(torch.__file__).parent
     includes = [ROOT / CSRC, build]
     system = [torch_root / "include", torch_root / "include/torch/csrc/api/include"]
     system += [cuda_home / "include"] if cuda_home else []
+    system += [nccl_include] if nccl_include else []
     flags = ["-O3", "-g0", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
              "-fwrapv", "-Wall", "-Wextra", f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
     flags += [f"-I{i}" for i in includes] + [f"-isystem {i}" for i in system]
