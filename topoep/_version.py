@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of the package, and nothing else: setup.py reads this file without importing torch."""
+"""The version, and nothing else: the build reads this file without importing the package."""
 
 __version__ = "0.1.0"

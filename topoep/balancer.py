@@ -7,6 +7,7 @@ import hashlib
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from topoep.objective import Balance, Objective
 from topoep.plan import Plan, PlanConfig, check_counts, make_plan
 from topoep.portfolio import EMPTY_PLAN, Candidate, default_candidates
 from topoep.recompute import PlanHistory, Replay, in_backward
-from topoep.replicas import Lease, Release, Replicate, SlotBuffer
+from topoep.replicas import Lease, SlotBuffer, release, replicate
 from topoep.topology import Topology
 from topoep.transports import make_transport
 from topoep.transports.base import Weights
@@ -43,8 +44,8 @@ _PLAIN_FIELDS = ("num_experts", "spare_slots")
 
 #: What a call takes for each rank that the balancer holds: with ``transport="local"`` a list with
 #: one entry per simulated rank, otherwise the entry itself.
-TensorOrList = Tensor | Sequence[Tensor]
-WeightsOrList = Weights | Sequence[Weights]
+TensorOrList = Tensor | list[Tensor]
+WeightsOrList = Weights | list[Weights]
 
 
 class Balancer:
@@ -100,9 +101,7 @@ class Balancer:
                     f"{', '.join(REPLICA_POLICIES)}"
                 )
             self._candidates = (
-                default_candidates(objective)
-                if candidates is None
-                else (EMPTY_PLAN, *candidates)
+                default_candidates(objective) if candidates is None else (EMPTY_PLAN, *candidates)
             )
             fields = self._fingerprint(replica_policy)
         except ValueError as error:
@@ -238,8 +237,9 @@ class Balancer:
         for tensor in ids:
             _check_ids(tensor, self.config.num_ranks)
             if tensor.device != plan.counts.device:
-                raise ValueError(f"topk_ids are on {tensor.device}, the plan is on "
-                                 f"{plan.counts.device}")
+                raise ValueError(
+                    f"topk_ids are on {tensor.device}, the plan is on {plan.counts.device}"
+                )
         rerouted = []
         for tensor, rank in zip(ids, self.held_ranks, strict=True):
             row = plan if plan.rank == rank else plan.for_rank(rank)
@@ -287,9 +287,7 @@ class Balancer:
         if self.spare_slots == 0:
             guests = tuple(t.new_empty((0, *t.shape[1:])) for t in flat)
         else:
-            guests = Replicate.apply(lease, *flat)
-        for guest in guests:
-            guest._topoep_lease = lease  # lives as long as autograd or the caller keeps the tensor
+            guests = replicate(lease, flat)
         size = len(per_rank[0])
         grouped = [guests[i : i + size] for i in range(0, len(guests), size)]
         return grouped if isinstance(weights, list) else grouped[0]
@@ -308,12 +306,10 @@ class Balancer:
         held = self._held(outputs, "outputs")
         if self.replica_policy == "refetch" and self.spare_slots > 0:
             leases = [lease for ref in plan.usage.leases if (lease := ref()) is not None]
-            held = Release.apply(leases, *held)
+            held = tuple(release(leases, held))
         return self._like(outputs, list(held))
 
-    def reduce_grads(
-        self, slot_grads: WeightsOrList, plan: Plan, out: WeightsOrList
-    ) -> None:
+    def reduce_grads(self, slot_grads: WeightsOrList, plan: Plan, out: WeightsOrList) -> None:
         """Adds the gradients of all copies to the gradients at home, and zeroes them. Collective.
 
         For trainers that accumulate gradients themselves (Megatron's ``main_grad``). Sums are
@@ -333,15 +329,20 @@ class Balancer:
         homes = self._held_weights(out, self.config.experts_per_rank, "out", plan)
         for rank_grads, rank_homes in zip(grads, homes, strict=True):
             if len(rank_grads) != len(rank_homes):
-                raise ValueError(f"{len(rank_grads)} slot_grads for {len(rank_homes)} tensors in "
-                                 "out; expected one for each")
+                raise ValueError(
+                    f"{len(rank_grads)} slot_grads for {len(rank_homes)} tensors in "
+                    "out; expected one for each"
+                )
             for grad, home in zip(rank_grads, rank_homes, strict=True):
                 if grad.shape[1:] != home.shape[1:]:
-                    raise ValueError(f"slot_grads {tuple(grad.shape)} do not belong to out "
-                                     f"{tuple(home.shape)}: expert shapes differ")
+                    raise ValueError(
+                        f"slot_grads {tuple(grad.shape)} do not belong to out "
+                        f"{tuple(home.shape)}: expert shapes differ"
+                    )
                 if not home.is_contiguous() or not home.is_floating_point():
-                    raise ValueError("out must be contiguous floating-point tensors; it is "
-                                     "changed in place")
+                    raise ValueError(
+                        "out must be contiguous floating-point tensors; it is changed in place"
+                    )
         if self.spare_slots > 0:
             with torch.no_grad():
                 self.transport.reduce_grads(plan, grads, homes)
@@ -388,9 +389,9 @@ class Balancer:
                 )
             per_rank = [tuple(tensors) for tensors in value]
         else:
-            if isinstance(value, Tensor) or not isinstance(value, Sequence):
+            if not isinstance(value, (tuple, list)):
                 raise TypeError(f"{name} is a {type(value).__name__}; expected a tuple of tensors")
-            per_rank = [tuple(value)]  # type: ignore[arg-type]
+            per_rank = [cast(Weights, tuple(value))]
         for tensors in per_rank:
             if not tensors:
                 raise ValueError(f"{name} is empty; expected at least one tensor")
@@ -467,9 +468,7 @@ def _check_ids(ids: Tensor, num_ranks: int) -> None:
     if ids.dim() != 2:
         raise ValueError(f"topk_ids has shape {tuple(ids.shape)}; expected [tokens, top_k]")
     if not 1 <= ids.shape[1] <= MAX_TOP_K:
-        raise ValueError(
-            f"topk_ids has top_k={ids.shape[1]}; expected 1 to {MAX_TOP_K} (kMaxTopK)"
-        )
+        raise ValueError(f"topk_ids has top_k={ids.shape[1]}; expected 1 to {MAX_TOP_K} (kMaxTopK)")
     if ids.numel() * num_ranks > MAX_TOKENS:
         raise ValueError(
             f"{ids.numel()} routed ids on each of {num_ranks} ranks may exceed {MAX_TOKENS} "

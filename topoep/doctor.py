@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m topoep doctor``: what was built, what this machine has, and what to do about the rest."""
+"""``python -m topoep doctor``: what was built, what the machine has, and what to do about it."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ def _find_gpus() -> list[Finding]:
             Finding("GPUs", "none: this is a CPU build of torch", "install a CUDA build of torch")
         ]
     if not torch.cuda.is_available():
-        return [
-            Finding("GPUs", "none that torch can use", "check the driver with nvidia-smi")
-        ]
+        return [Finding("GPUs", "none that torch can use", "check the driver with nvidia-smi")]
     names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [
         Finding(
@@ -101,7 +99,9 @@ def examine() -> list[Finding]:
         Finding("python", platform.python_version()),
         Finding(
             "torch",
-            running if running == built_with else f"{running} (built with {built_with}; the "
+            running
+            if running == built_with
+            else f"{running} (built with {built_with}; the "
             "library works with every torch from 2.11 on)",
         ),
         Finding("torch CUDA", torch.version.cuda or "none: a CPU build"),

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topoep import ops
-from topoep.balancer import Balancer, TensorOrList
+from topoep.balancer import Balancer, TensorOrList, WeightsOrList
 from topoep.objective import Objective
 from topoep.plan import Plan
 from topoep.topology import Topology
+from topoep.transports.base import Weights
 
 
 class BalancedExperts(nn.Module):
@@ -78,11 +81,12 @@ class BalancedExperts(nn.Module):
             )
         self.balancer = balancer
         held = len(balancer.held_ranks) * balancer.config.experts_per_rank
-        shape = {"dtype": dtype, "device": device}
-        self.gate_up_proj = nn.Parameter(
-            torch.empty(held, 2 * intermediate_size, hidden_size, **shape)
-        )
-        self.down_proj = nn.Parameter(torch.empty(held, hidden_size, intermediate_size, **shape))
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+        self.gate_up_proj = parameter(held, 2 * intermediate_size, hidden_size)
+        self.down_proj = parameter(held, hidden_size, intermediate_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -131,7 +135,7 @@ class BalancedExperts(nn.Module):
 
         orders = [_sort_pairs(p, bal.num_physical_experts) for p in physical]
         send = [_rank_splits(row.host.send, bal.config.num_ranks) for row in rows]
-        recv = [row.host.recv.sum(1).tolist() for row in rows if row.host.recv is not None]
+        recv = [row.host.recv.sum(1).tolist() for row in rows]
         tokens = [
             ops.expand(x_, pair_of_row, row_of_pair)[: sum(splits)]
             for x_, (pair_of_row, row_of_pair), splits in zip(xs, orders, send, strict=True)
@@ -150,23 +154,22 @@ class BalancedExperts(nn.Module):
         """Runs each held rank's experts on the rows that arrived; rows keep their order."""
         bal = self.balancer
         home_slots = bal.config.experts_per_rank
-        homes = list(
+        homes: list[Weights] = list(
             zip(self.gate_up_proj.split(home_slots), self.down_proj.split(home_slots), strict=True)
         )
         local = bal.transport.name == "local"
-        fetched = bal.replicate(homes if local else homes[0], plan)
+        weights: WeightsOrList = homes if local else homes[0]
+        fetched = bal.replicate(weights, plan)
         guests = list(fetched) if isinstance(fetched, list) else [fetched]
         outputs = []
         for x, row, home, guest in zip(arrived, rows, homes, guests, strict=True):
             order, counts = _group_by_slot(row)
             parts = list(x.index_select(0, order).split(counts))
             done = [
-                _swiglu(part, home[0][i], home[1][i])
-                for i, part in enumerate(parts[:home_slots])
+                _swiglu(part, home[0][i], home[1][i]) for i, part in enumerate(parts[:home_slots])
             ]
             done += [
-                _swiglu(part, guest[0][i], guest[1][i])
-                for i, part in enumerate(parts[home_slots:])
+                _swiglu(part, guest[0][i], guest[1][i]) for i, part in enumerate(parts[home_slots:])
             ]
             inverse = torch.empty_like(order)
             inverse[order] = torch.arange(len(order), device=order.device)
@@ -214,11 +217,9 @@ def _sort_pairs(physical: Tensor, num_physical: int) -> tuple[Tensor, Tensor]:
     return pair_of_row, torch.where(valid, row_of_pair, -1).view(physical.shape)
 
 
-def _rank_splits(send: object, num_ranks: int) -> list[int]:
+def _rank_splits(send: npt.NDArray[np.int32], num_ranks: int) -> list[int]:
     """Rows for each rank, from tokens for each physical expert."""
-    import numpy as np
-
-    splits: list[int] = np.asarray(send).reshape(num_ranks, -1).sum(1).tolist()
+    splits: list[int] = send.reshape(num_ranks, -1).sum(1).tolist()
     return splits
 
 
@@ -227,7 +228,7 @@ def _group_by_slot(row: Plan) -> tuple[Tensor, list[int]]:
 
     Rows arrive by source rank, and by slot within a source.
     """
-    assert row.recv is not None and row.host.recv is not None
+    assert row.recv is not None
     num_ranks, width = row.recv.shape
     slots = torch.arange(width, device=row.recv.device).repeat(num_ranks)
     total = int(row.host.recv.sum())

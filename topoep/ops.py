@@ -199,7 +199,7 @@ def packed_row_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(-(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT for size in sizes)
 
 
-# ---- fakes: shapes and dtypes without data, for torch.compile and friends --------------------------
+# ---- fakes: shapes and dtypes without data, for torch.compile and friends ------------------------
 
 
 @torch.library.register_fake("topoep::histogram")

@@ -53,8 +53,7 @@ class PlanConfig:
             )
         if not 0 <= self.spare_slots <= MAX_SPARE_SLOTS:
             raise ValueError(
-                f"spare_slots={self.spare_slots}; expected 0 to {MAX_SPARE_SLOTS} "
-                "(kMaxSpareSlots)"
+                f"spare_slots={self.spare_slots}; expected 0 to {MAX_SPARE_SLOTS} (kMaxSpareSlots)"
             )
 
     @property
@@ -84,8 +83,8 @@ class HostPlan:
 
     slot_expert: npt.NDArray[np.int32]  # [R, S]
     slot_source: npt.NDArray[np.int32]  # [R, S]
-    send: npt.NDArray[np.int32] | None  # [P]
-    recv: npt.NDArray[np.int32] | None  # [R, H + S]
+    send: npt.NDArray[np.int32]  # [P], no elements for a plan without a rank
+    recv: npt.NDArray[np.int32]  # [R, H + S], likewise
 
 
 @dataclass
@@ -166,15 +165,17 @@ class Plan:
     @functools.cached_property
     def host(self) -> HostPlan:
         """The plan in host memory. On a GPU this waits for the plan (one copy)."""
-        parts = [self.slot_expert, self.slot_source]
-        if self.send is not None and self.recv is not None:
-            parts += [self.send, self.recv]
+        none = self.counts.new_empty(0)
+        parts = [
+            self.slot_expert,
+            self.slot_source,
+            none if self.send is None else self.send,
+            none if self.recv is None else self.recv,
+        ]
         flat = torch.cat([part.flatten() for part in parts]).cpu().numpy()
-        shapes = [tuple(part.shape) for part in parts]
         ends = np.cumsum([part.numel() for part in parts])[:-1]
-        arrays = [a.reshape(s) for a, s in zip(np.split(flat, ends), shapes, strict=True)]
-        send, recv = (arrays[2], arrays[3]) if len(arrays) == 4 else (None, None)
-        return HostPlan(arrays[0], arrays[1], send, recv)
+        arrays = zip(np.split(flat, ends), parts, strict=True)
+        return HostPlan(*(array.reshape(tuple(part.shape)) for array, part in arrays))
 
     def stats(self) -> dict[str, Tensor]:
         """What the plan does, as 0-d tensors on the plan's device (nothing waits for the device).
@@ -234,13 +235,17 @@ def make_plan(
         config.objective.to_ints(),
         -1 if rank is None else rank,
     )
-    *tables, send, recv, stats = tensors
+    slot_expert, slot_source, slot_tokens, copy_offsets, copy_slots, send, recv, stats = tensors
     if num_invalid is None:
         num_invalid = torch.zeros((), dtype=torch.int32, device=counts.device)
     return Plan(
         config,
         counts,
-        *tables,
+        slot_expert,
+        slot_source,
+        slot_tokens,
+        copy_offsets,
+        copy_slots,
         rank=rank,
         send=None if rank is None else send,
         recv=None if rank is None else recv,
@@ -306,5 +311,7 @@ def solve(
     check_counts(counts, config)
     if rank is not None and not 0 <= rank < topology.num_ranks:
         raise ValueError(f"rank {rank}; expected 0 to {topology.num_ranks - 1}")
-    tried = default_candidates(objective) if candidates is None else (Candidate("none"), *candidates)
+    tried = (
+        default_candidates(objective) if candidates is None else (Candidate("none"), *candidates)
+    )
     return make_plan(config, counts, tried, rank)

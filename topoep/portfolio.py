@@ -50,9 +50,7 @@ class Candidate:
             return rule, round(float(match[2]) * PARTS_PER_MILLION / 100)
         if match := re.fullmatch(r"load#([1-9]\d*)", self.cap):
             return _AT_RANK_LOAD, int(match[1])
-        raise ValueError(
-            f"cap {self.cap!r}: expected 'mean+1%', 'node+1%', 'load#5' or 'none'"
-        )
+        raise ValueError(f"cap {self.cap!r}: expected 'mean+1%', 'node+1%', 'load#5' or 'none'")
 
     def _parse_policy(self) -> int:
         if self.policy in ("F", "F0"):

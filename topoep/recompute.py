@@ -48,9 +48,7 @@ class PlanHistory:
         matches = [
             plan
             for ref in self._plans
-            if (plan := ref()) is not None
-            and _is_open(plan)
-            and _same_ids(plan.topk_ids, topk_ids)
+            if (plan := ref()) is not None and _is_open(plan) and _same_ids(plan.topk_ids, topk_ids)
         ]
         if not matches:
             raise RuntimeError(_ROUTED_DIFFERENTLY)

@@ -6,7 +6,7 @@ copies are gone by the time its backward runs, and are fetched again. Three part
 
 - the tensors handed out alias the shared buffer under a version counter of their own, so that
   autograd does not complain when another layer fills the buffer;
-- :class:`Release`, an identity on the layer's output, runs first in backward and fetches again;
+- :func:`release`, an identity on the layer's output, runs first in backward and fetches again;
 - a :class:`Lease` says whose weights the buffer holds. As long as a lease is neither released nor
   dead, nobody else may fill the buffer: an error there is better than a wrong gradient here.
 """
@@ -87,7 +87,7 @@ class Lease:
             self.buffer.content = self.content
 
 
-class Replicate(torch.autograd.Function):
+class _Replicate(torch.autograd.Function):
     """Home weights -> weights in the spare slots. Backward brings the gradients home."""
 
     @staticmethod
@@ -116,7 +116,7 @@ class Replicate(torch.autograd.Function):
         return (None, *result)
 
 
-class Release(torch.autograd.Function):
+class _Release(torch.autograd.Function):
     """Identity that gives the slots back in forward and fetches them again in backward."""
 
     @staticmethod
@@ -131,3 +131,17 @@ class Release(torch.autograd.Function):
         for lease in ctx.leases:
             lease.retake()
         return (None, *grads)
+
+
+def replicate(lease: Lease, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The leased slots as tensors, through which gradients flow back to the home weights."""
+    guests: tuple[Tensor, ...] = _Replicate.apply(lease, *weights)
+    for guest in guests:
+        # The lease lives as long as autograd or the caller keeps the tensor.
+        setattr(guest, "_topoep_lease", lease)  # noqa: B010
+    return guests
+
+
+def release(leases: Sequence[Lease], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Identity on the outputs; gives the slots back, and fetches them again in backward."""
+    return list(_Release.apply(leases, *outputs))

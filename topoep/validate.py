@@ -53,7 +53,8 @@ class _Rules:
             expert = int(self.slot_expert[rank, slot])
             home = expert // self.home_slots
             in_node = [
-                r for r in range(self.ranks)
+                r
+                for r in range(self.ranks)
                 if self.node[r] == self.node[rank] and expert in self.slot_expert[r].tolist()
             ]
             same_node = self.node[home] == self.node[rank]

@@ -24,8 +24,7 @@ int checked_int(const char* op, const char* name, int64_t value, int64_t low, in
 Shape shape_of_plan(const char* op, const Tensor& counts, const Tensor& topology,
                     int64_t spare_slots) {
     Shape shape;
-    shape.num_ranks =
-        checked_int(op, "number of ranks", counts.size(0), 1, kMaxRanks, "kMaxRanks");
+    shape.num_ranks = checked_int(op, "number of ranks", counts.size(0), 1, kMaxRanks, "kMaxRanks");
     shape.num_experts =
         checked_int(op, "number of experts", counts.size(1), 1, kMaxExperts, "kMaxExperts");
     shape.spare_slots =
@@ -101,8 +100,8 @@ Tensor checked_ids(const char* op, const Tensor& ids) {
 HistogramCall prepare_histogram(const Tensor& ids, int64_t num_experts) {
     HistogramCall call;
     call.ids = checked_ids("histogram", ids);
-    call.num_experts = checked_int("histogram", "num_experts", num_experts, 1, kMaxExperts,
-                                   "kMaxExperts");
+    call.num_experts =
+        checked_int("histogram", "num_experts", num_experts, 1, kMaxExperts, "kMaxExperts");
     call.counts = new_tensor(ids, {num_experts}, ScalarType::Int);
     call.invalid = new_tensor(ids, {}, ScalarType::Int);
     return call;
@@ -180,9 +179,9 @@ RerouteCall prepare_reroute(const Tensor& ids, const Tensor& send, const Tensor&
                  "reroute: send has ", send.numel(), " entries, copy_offsets ",
                  copy_offsets.numel(), ", copy_slots ", copy_slots.numel(), ", ranks ", num_ranks,
                  "; they do not belong to one plan (was it solved for a rank?)");
-    call.plan = {static_cast<int>(num_ranks),        static_cast<int>(num_experts),
-                 static_cast<int>(send.numel()),     data<int32_t>(call.send),
-                 data<int32_t>(call.copy_offsets),   data<int32_t>(call.copy_slots)};
+    call.plan = {static_cast<int>(num_ranks),      static_cast<int>(num_experts),
+                 static_cast<int>(send.numel()),   data<int32_t>(call.send),
+                 data<int32_t>(call.copy_offsets), data<int32_t>(call.copy_slots)};
     call.out = new_tensor(ids, {ids.size(0), ids.size(1)}, ids.scalar_type());
     return call;
 }
@@ -193,8 +192,8 @@ ExpandCall prepare_expand(const Tensor& x, const Tensor& pair_of_row, const Tens
     call.x = torch::stable::contiguous(x);
     call.pair_of_row = checked("expand", "pair_of_row", pair_of_row, ScalarType::Long, 1, x);
     checked("expand", "row_of_pair", row_of_pair, ScalarType::Long, 2, x);
-    TOPOEP_CHECK(row_of_pair.size(0) == x.size(0), "expand: row_of_pair has ",
-                 row_of_pair.size(0), " tokens, x has ", x.size(0));
+    TOPOEP_CHECK(row_of_pair.size(0) == x.size(0), "expand: row_of_pair has ", row_of_pair.size(0),
+                 " tokens, x has ", x.size(0));
     call.top_k = checked_int("expand", "top_k", row_of_pair.size(1), 1, kMaxTopK, "kMaxTopK");
     call.row_bytes = x.size(1) * static_cast<int64_t>(x.element_size());
     call.num_rows = pair_of_row.numel();
@@ -210,8 +209,8 @@ CombineCall prepare_combine(const char* op, const Tensor& rows, const Tensor& pa
     call.pair_of_row = checked(op, "pair_of_row", pair_of_row, ScalarType::Long, 1, rows);
     call.row_of_pair = checked(op, "row_of_pair", row_of_pair, ScalarType::Long, 2, rows);
     call.weights = checked(op, "weights", weights, accumulator_type(call.dtype), 2, rows);
-    TOPOEP_CHECK(pair_of_row.numel() == rows.size(0), op, ": pair_of_row has ",
-                 pair_of_row.numel(), " entries for ", rows.size(0), " rows");
+    TOPOEP_CHECK(pair_of_row.numel() == rows.size(0), op, ": pair_of_row has ", pair_of_row.numel(),
+                 " entries for ", rows.size(0), " rows");
     TOPOEP_CHECK(weights.size(0) == row_of_pair.size(0) && weights.size(1) == row_of_pair.size(1),
                  op, ": weights ", shape_of(weights), " and row_of_pair ", shape_of(row_of_pair),
                  " must have the same shape [tokens, top_k]");
@@ -229,8 +228,8 @@ PackCall prepare_pack(const char* op, const std::vector<Tensor>& tensors, const 
     call.index = checked(op, "index", index, ScalarType::Long, 1, tensors[0]);
     int64_t offset = 0;
     for (const Tensor& tensor : tensors) {
-        TOPOEP_CHECK(tensor.dim() >= 1 && tensor.is_contiguous(), op,
-                     ": a tensor of shape ", shape_of(tensor),
+        TOPOEP_CHECK(tensor.dim() >= 1 && tensor.is_contiguous(), op, ": a tensor of shape ",
+                     shape_of(tensor),
                      " is not contiguous with experts in dimension 0; call .contiguous() first");
         TOPOEP_CHECK(tensor.device() == tensors[0].device(), op,
                      ": the tensors are on different devices");
@@ -262,13 +261,12 @@ ReduceCall prepare_reduce(const Tensor& out, const Tensor& rows, const Tensor& o
                  "reduce_grads_: out must be a contiguous [experts, elements] tensor, got ",
                  shape_of(out));
     call.out = out;
-    call.rows =
-        checked("reduce_grads_", "rows", rows, accumulator_type(call.dtype), 2, out);
+    call.rows = checked("reduce_grads_", "rows", rows, accumulator_type(call.dtype), 2, out);
     call.offsets = checked("reduce_grads_", "offsets", offsets, ScalarType::Long, 1, out);
     call.order = checked("reduce_grads_", "order", order, ScalarType::Long, 1, out);
     TOPOEP_CHECK(rows.size(1) == out.size(1) && offsets.numel() == out.size(0) + 1,
-                 "reduce_grads_: out ", shape_of(out), ", rows ", shape_of(rows),
-                 " and offsets ", shape_of(offsets), " do not fit together");
+                 "reduce_grads_: out ", shape_of(out), ", rows ", shape_of(rows), " and offsets ",
+                 shape_of(offsets), " do not fit together");
     call.num_segments = out.size(0);
     call.width = out.size(1);
     return call;

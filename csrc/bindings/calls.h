@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the CPU and CUDA implementations of an op have in common: input checks, output allocation and
-// the torch-free argument structs. Everything here works through libtorch's stable ABI, so that one
-// build of the library serves every torch from 2.11 on.
+// What the CPU and CUDA implementations of an op have in common: input checks, output allocation
+// and the torch-free argument structs. Everything here works through libtorch's stable ABI, so that
+// one build of the library serves every torch from 2.11 on.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -29,8 +29,8 @@ using torch::stable::Tensor;
 Tensor new_tensor(const Tensor& like, std::vector<int64_t> sizes, ScalarType dtype);
 bool is_int_id(const Tensor& ids);  // int32 or int64
 
-// Checks that a tensor has this dtype, this many dimensions and the device of `like`, and returns it
-// contiguous.
+// Checks that a tensor has this dtype, this many dimensions and the device of `like`, and returns
+// it contiguous.
 Tensor checked(const char* op, const char* name, const Tensor& tensor, ScalarType dtype, int dims,
                const Tensor& like);
 
@@ -50,8 +50,7 @@ struct SolveCall {
 
     using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
     Outputs outputs() const {
-        return {slot_expert, slot_source, slot_tokens, copy_offsets,
-                copy_slots,  send,        recv,        stats};
+        return {slot_expert, slot_source, slot_tokens, copy_offsets, copy_slots, send, recv, stats};
     }
 };
 // objective = [kind, tolerance in parts per million, weight of a copy between nodes].

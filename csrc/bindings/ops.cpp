@@ -11,7 +11,9 @@ namespace topoep::bindings {
 namespace {
 
 // JSON; read by `python -m topoep doctor`.
-std::string build_info() { return TOPOEP_BUILD_INFO; }
+std::string build_info() {
+    return TOPOEP_BUILD_INFO;
+}
 
 }  // namespace
 }  // namespace topoep::bindings
@@ -36,8 +38,7 @@ STABLE_TORCH_LIBRARY(topoep, library) {
         "Tensor weights) -> (Tensor grad_rows, Tensor grad_weights)");
     library.def("pack_rows(Tensor[] tensors, Tensor index) -> Tensor");
     library.def("unpack_rows_(Tensor(a!)[] tensors, Tensor index, Tensor packed) -> ()");
-    library.def(
-        "reduce_grads_(Tensor(a!) out, Tensor rows, Tensor offsets, Tensor order) -> ()");
+    library.def("reduce_grads_(Tensor(a!) out, Tensor rows, Tensor offsets, Tensor order) -> ()");
     library.def("build_info() -> str");
 }
 

@@ -23,8 +23,7 @@ std::tuple<Tensor, Tensor> histogram(const Tensor& ids, int64_t num_experts) {
 SolveCall::Outputs solve(const Tensor& counts, const Tensor& topology, int64_t spare_slots,
                          std::vector<int64_t> candidates, std::vector<int64_t> objective,
                          int64_t rank) {
-    SolveCall call =
-        prepare_solve(counts, topology, spare_slots, candidates, objective, rank);
+    SolveCall call = prepare_solve(counts, topology, spare_slots, candidates, objective, rank);
     // A candidate takes tens of microseconds, about what it costs to wake a thread.
     constexpr int64_t kCandidatesPerThread = 8;
     solve_cpu(call.problem, candidates, call.plan, [](int64_t count, const auto& body) {
@@ -52,8 +51,7 @@ Tensor reroute(const Tensor& ids, const Tensor& send, const Tensor& copy_offsets
     return call.out;
 }
 
-void check_index(const char* op, const char* name, const Tensor& index, int64_t low,
-                 int64_t high) {
+void check_index(const char* op, const char* name, const Tensor& index, int64_t low, int64_t high) {
     const int64_t* values = data<const int64_t>(index);
     for (int64_t i = 0; i < index.numel(); ++i) {
         TOPOEP_CHECK(values[i] >= low && values[i] < high, op, ": ", name, "[", i, "] is ",
@@ -93,21 +91,17 @@ Tensor combine(const Tensor& rows, const Tensor& pair_of_row, const Tensor& row_
 std::tuple<Tensor, Tensor> combine_backward(const Tensor& grad_y, const Tensor& rows,
                                             const Tensor& pair_of_row, const Tensor& row_of_pair,
                                             const Tensor& weights) {
-    CombineCall call =
-        checked_combine("combine_backward", rows, pair_of_row, row_of_pair, weights);
-    const Tensor grad =
-        checked("combine_backward", "grad_y", grad_y, rows.scalar_type(), 2, rows);
+    CombineCall call = checked_combine("combine_backward", rows, pair_of_row, row_of_pair, weights);
+    const Tensor grad = checked("combine_backward", "grad_y", grad_y, rows.scalar_type(), 2, rows);
     Tensor grad_rows = new_tensor(rows, {call.num_rows, call.width}, rows.scalar_type());
-    Tensor grad_weights =
-        new_tensor(weights, {call.num_tokens, call.top_k}, weights.scalar_type());
+    Tensor grad_weights = new_tensor(weights, {call.num_tokens, call.top_k}, weights.scalar_type());
     with_type(call.dtype, [&](auto value) {
         using T = decltype(value);
         using Sum = AccumulatorOf<T>;
-        combine_backward_cpu(data<const T>(grad), data<const T>(call.rows),
-                             data<const int64_t>(call.pair_of_row),
-                             data<const int64_t>(call.row_of_pair), data<const Sum>(call.weights),
-                             call.num_tokens, call.num_rows, call.top_k, call.width,
-                             data<T>(grad_rows), data<Sum>(grad_weights));
+        combine_backward_cpu(
+            data<const T>(grad), data<const T>(call.rows), data<const int64_t>(call.pair_of_row),
+            data<const int64_t>(call.row_of_pair), data<const Sum>(call.weights), call.num_tokens,
+            call.num_rows, call.top_k, call.width, data<T>(grad_rows), data<Sum>(grad_weights));
     });
     return {grad_rows, grad_weights};
 }
@@ -122,8 +116,7 @@ Tensor pack_rows(std::vector<Tensor> tensors, const Tensor& index) {
     const PackCall call = prepare_pack("pack_rows", tensors, index);
     check_pack_index("pack_rows", call);
     Tensor packed = new_tensor(tensors[0], {index.numel(), call.packed_bytes}, ScalarType::Byte);
-    pack_rows_cpu(call.parts, data<const int64_t>(call.index), index.numel(),
-                  packed.data_ptr());
+    pack_rows_cpu(call.parts, data<const int64_t>(call.index), index.numel(), packed.data_ptr());
     return packed;
 }
 
@@ -131,8 +124,7 @@ void unpack_rows_(std::vector<Tensor> tensors, const Tensor& index, const Tensor
     const PackCall call = prepare_pack("unpack_rows_", tensors, index);
     check_pack_index("unpack_rows_", call);
     const Tensor bytes = checked_packed(call, packed);
-    unpack_rows_cpu(call.parts, data<const int64_t>(call.index), index.numel(),
-                    bytes.data_ptr());
+    unpack_rows_cpu(call.parts, data<const int64_t>(call.index), index.numel(), bytes.data_ptr());
 }
 
 void reduce_grads_(const Tensor& out, const Tensor& rows, const Tensor& offsets,

@@ -31,8 +31,8 @@ std::string describe_problem(const NcclLibrary& library) {
     if (!library.has_device_api) {
         return "the loaded NCCL has no device API; it needs 2.28 or newer";
     }
-    // Device code of one version works with a library of another only from 2.29 on, and then only if
-    // the library is the newer of the two.
+    // Device code of one version works with a library of another only from 2.29 on, and then only
+    // if the library is the newer of the two.
     const bool same = library.loaded_version == library.compiled_version;
     const bool forward = library.compiled_version >= NCCL_VERSION(2, 29, 0) &&
                          library.loaded_version >= library.compiled_version;

@@ -6,14 +6,15 @@
 namespace topoep {
 
 struct NcclLibrary {
-    int compiled_version;    // of the headers, such as 23007 for 2.30.7
-    int loaded_version;      // of libnccl.so.2 in this process, 0: none is loaded
-    bool has_device_api;     // ncclDevCommCreate is there
+    int compiled_version;  // of the headers, such as 23007 for 2.30.7
+    int loaded_version;    // of libnccl.so.2 in this process, 0: none is loaded
+    bool has_device_api;   // ncclDevCommCreate is there
 };
 
 const NcclLibrary& nccl_library();
 
-// Why kernels compiled here cannot use the device API of the loaded NCCL, in words; nullptr: they can.
+// Why kernels compiled here cannot use the device API of the loaded NCCL, in words; nullptr: they
+// can.
 const char* nccl_device_api_problem();
 
 }  // namespace topoep

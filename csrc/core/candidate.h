@@ -39,9 +39,7 @@ struct Candidate {
     uint64_t* spare;          // [E] room of all holders of an expert, while copies are dropped
     uint32_t* steps;          // [4] dependent steps: nodes, slowest node, last resort, dropping
 
-    TOPOEP_HD int32_t room(int p) const {
-        return free[p] > 0 && load[p] < cap ? cap - load[p] : 0;
-    }
+    TOPOEP_HD int32_t room(int p) const { return free[p] > 0 && load[p] < cap ? cap - load[p] : 0; }
     TOPOEP_HD bool holds(int p, int expert) const {
         for (int i = p * shape.spare_slots; i < (p + 1) * shape.spare_slots; ++i) {
             if (slot_expert[i] == expert) {
@@ -117,12 +115,16 @@ TOPOEP_HD size_t bind_candidate(const Shape& shape, void* base, Candidate* candi
 template <class Team>
 TOPOEP_TEAM void start_candidate(const Team& team, const Workload& work, Candidate& c) {
     const Shape& shape = c.shape;
-    for (int e = team.lane(); e < shape.num_experts; e += team.size()) {
-        c.home[e] = work.total[e];
-        c.order[e] = work.order[e];
+    if (work.total != c.home) {  // else the workload was sorted in place
+        for (int e = team.lane(); e < shape.num_experts; e += team.size()) {
+            c.home[e] = work.total[e];
+            c.order[e] = work.order[e];
+        }
+        for (int p = team.lane(); p < shape.num_ranks; p += team.size()) {
+            c.load[p] = work.load[p];
+        }
     }
     for (int p = team.lane(); p < shape.num_ranks; p += team.size()) {
-        c.load[p] = work.load[p];
         c.free[p] = static_cast<uint8_t>(shape.spare_slots);
     }
     for (int i = team.lane(); i < shape.num_spare(); i += team.size()) {

@@ -14,11 +14,11 @@ struct Domain {
     int last;
     int import_begin;  // index of the node's import list
     int num_imports;
-    bool pair_fit;     // quadratic in the number of ranks, so only inside nodes
+    bool pair_fit;  // quadratic in the number of ranks, so only inside nodes
 };
 
-// A share that waits for a rank: an import (tokens of one expert from another node) or the excess of
-// a rank (tokens of any of its experts).
+// A share that waits for a rank: an import (tokens of one expert from another node) or the excess
+// of a rank (tokens of any of its experts).
 struct Item {
     bool is_import;
     int id;  // index into the import list, or the position of the rank
@@ -26,12 +26,12 @@ struct Item {
 };
 
 struct Choice {
-    int rank;      // position, -1: none
+    int rank;       // position, -1: none
     bool wasteful;  // takes the rank's last slot and leaves room that the domain cannot spare
 };
 
-// Marks the nodes where a new copy of `expert` is cheap: the node of `rank`, and nodes that hold the
-// expert already.
+// Marks the nodes where a new copy of `expert` is cheap: the node of `rank`, and nodes that hold
+// the expert already.
 template <class Team>
 TOPOEP_TEAM void mark_near_nodes(const Team& team, Candidate& c, int rank, int expert) {
     team.sync();
@@ -67,13 +67,12 @@ TOPOEP_HD Fit fit_of(const Candidate& c, const Item& item, int expert, int64_t s
     if (room == 0 || (item.is_import ? c.holds(p, expert) : p == item.id)) {
         return Fit::kNo;
     }
-    const bool wasteful =
-        c.free[p] == 1 && item.tokens < room && room - item.tokens > slack;
+    const bool wasteful = c.free[p] == 1 && item.tokens < room && room - item.tokens > slack;
     return wasteful ? Fit::kWasteful : Fit::kYes;
 }
 
-// Two-room fit: the larger room of the pair of rooms that together hold the item with the least room
-// to spare. Only called when no single room of the domain holds it.
+// Two-room fit: the larger room of the pair of rooms that together hold the item with the least
+// room to spare. Only called when no single room of the domain holds it.
 template <class Team>
 TOPOEP_TEAM int pair_fit_rank(const Team& team, const Candidate& c, const Domain& domain,
                               const Item& item, int expert, int64_t slack, Fit wanted) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Step three of a candidate: remove copies that the others make superfluous. A copy goes when the
-// other holders of its expert have room for its tokens below the load the plan has anyway. Copies are
-// tested all at once; the one with the fewest tokens (then lower expert, then lower rank) is removed,
-// and the test repeats until none can go.
+// other holders of its expert have room for its tokens below the load the plan has anyway. Copies
+// are tested all at once; the one with the fewest tokens (then lower expert, then lower rank) is
+// removed, and the test repeats until none can go.
 #pragma once
 
 #include "core/candidate.h"
@@ -48,8 +48,7 @@ TOPOEP_TEAM int superfluous_copy(const Team& team, const Candidate& c, int32_t l
             continue;
         }
         const uint64_t others =
-            c.spare[expert] -
-            static_cast<uint64_t>(room_below(c, limit, i / c.shape.spare_slots));
+            c.spare[expert] - static_cast<uint64_t>(room_below(c, limit, i / c.shape.spare_slots));
         if (others >= static_cast<uint64_t>(c.slot_tokens[i])) {
             best = min64(best, uint64_t{static_cast<uint32_t>(c.slot_tokens[i])} << 32 |
                                    static_cast<uint64_t>(expert) << 16 | static_cast<uint64_t>(i));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host-side errors of the torch-free layers. The bindings turn topoep::Error into a Python exception.
+// Host-side errors of the torch-free layers. The bindings turn topoep::Error into a Python
+// exception.
 #pragma once
 
 #include <sstream>

@@ -86,8 +86,8 @@ TOPOEP_TEAM void count_copies(const Team& team, const Shape& shape, const Topolo
     prefix_sum(team, offsets, offsets, shape.num_experts);
 }
 
-// Row and column of plan.rank for everything that no copy touches: experts served at home alone, and
-// empty slots. One thread's share.
+// Row and column of plan.rank for everything that no copy touches: experts served at home alone,
+// and empty slots. One thread's share.
 TOPOEP_HD void write_plain_quotas(const Shape& shape, const TopologyView& topology,
                                   const int32_t* counts, const SlotsView& slots,
                                   const int32_t* offsets, const PlanView& plan, int first,
@@ -171,14 +171,12 @@ struct FullSplit {
 
 // The list of copies of one expert, in node-major order. Needs load_expert.
 template <class Team>
-TOPOEP_TEAM void write_copy_list(const Team& team, const Shape& shape,
-                                 const TopologyView& topology, const ExpertSplit& split,
-                                 int32_t first, const PlanView& plan) {
+TOPOEP_TEAM void write_copy_list(const Team& team, const Shape& shape, const TopologyView& topology,
+                                 const ExpertSplit& split, int32_t first, const PlanView& plan) {
     int32_t found = 0;
     for (int base = 0; base < shape.num_ranks; base += team.size()) {
         const int p = base + team.lane();
-        const bool is_copy =
-            p < shape.num_ranks && split.slot[p] >= shape.experts_per_rank();
+        const bool is_copy = p < shape.num_ranks && split.slot[p] >= shape.experts_per_rank();
         int32_t total = 0;
         const int32_t before = team.exclusive_sum(is_copy ? 1 : 0, &total);
         if (is_copy) {

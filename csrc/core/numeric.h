@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Number types of the data path and arithmetic that rounds the same way on host and device: multiply
-// and add are two roundings everywhere (no fused multiply-add), and 16-bit types are widened exactly
-// and rounded to nearest even.
+// Number types of the data path and arithmetic that rounds the same way on host and device:
+// multiply and add are two roundings everywhere (no fused multiply-add), and 16-bit types are
+// widened exactly and rounded to nearest even.
 #pragma once
 
 #include <cstdint>
@@ -53,9 +53,15 @@ TOPOEP_HD float float_from_bits(uint32_t bits) {
 #endif
 }
 
-TOPOEP_HD float widen(float value) { return value; }
-TOPOEP_HD double widen(double value) { return value; }
-TOPOEP_HD float widen(BFloat16 value) { return float_from_bits(uint32_t{value.bits} << 16); }
+TOPOEP_HD float widen(float value) {
+    return value;
+}
+TOPOEP_HD double widen(double value) {
+    return value;
+}
+TOPOEP_HD float widen(BFloat16 value) {
+    return float_from_bits(uint32_t{value.bits} << 16);
+}
 TOPOEP_HD float widen(Float16 value) {
     const uint32_t sign = uint32_t{value.bits} >> 15 << 31;
     const uint32_t exponent = value.bits >> 10 & 0x1f;
@@ -130,8 +136,8 @@ TOPOEP_HD double multiply_add(double a, double b, double c) {
 }
 
 // The dot product of combine's backward is summed by 32 lanes: elements go to the lanes in runs of
-// kDotRun, a lane adds its elements in order, and the lanes' sums are added pairwise, distance 16, 8,
-// 4, 2, 1. Host and device both do exactly this.
+// kDotRun, a lane adds its elements in order, and the lanes' sums are added pairwise, distance 16,
+// 8, 4, 2, 1. Host and device both do exactly this.
 constexpr int kDotLanes = 32;
 constexpr int kDotRun = 8;
 

@@ -83,8 +83,8 @@ TOPOEP_HD bool crosses_network(const Candidate& c, int slot) {
 TOPOEP_HD uint64_t plan_key(const Shape& shape, const Objective& objective, int64_t total_tokens,
                             const Outcome& outcome) {
     // copies <= 1024 * 16, weight <= 1024: below 2^26, so load and copies share one 64-bit key.
-    const uint64_t weighted = static_cast<uint64_t>(
-        outcome.copies + (objective.cross_weight - 1) * outcome.cross_pairs);
+    const uint64_t weighted =
+        static_cast<uint64_t>(outcome.copies + (objective.cross_weight - 1) * outcome.cross_pairs);
     const uint64_t load = static_cast<uint64_t>(outcome.max_load);
     const bool within =
         objective.kind == kBalance &&

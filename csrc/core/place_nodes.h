@@ -58,7 +58,7 @@ TOPOEP_HD int64_t node_room(const Candidate& c, const Workload& work, int32_t sm
 }
 
 struct Export {
-    int rank;      // position of the rank that gives, -1: the node has nothing to give
+    int rank;  // position of the rank that gives, -1: the node has nothing to give
     int expert;
     int32_t tokens;
     int32_t least;  // without rounding up
@@ -163,10 +163,9 @@ TOPOEP_TEAM int affinity_node(const Team& team, const Candidate& c, const int32_
         const int32_t unserved = node_tokens[n * c.shape.num_experts + share.expert] -
                                  imported_tokens(c, n, share.expert);
         const uint32_t saved = static_cast<uint32_t>(max32(min32(fits, unserved), 0));
-        const uint64_t room =
-            static_cast<uint64_t>(min64(c.node_room[n], (int64_t{1} << 22) - 1));
-        best = min64(best, uint64_t{UINT32_MAX / 2 - saved} << 32 | room << 10 |
-                               static_cast<uint64_t>(n));
+        const uint64_t room = static_cast<uint64_t>(min64(c.node_room[n], (int64_t{1} << 22) - 1));
+        best = min64(
+            best, uint64_t{UINT32_MAX / 2 - saved} << 32 | room << 10 | static_cast<uint64_t>(n));
     }
     best = team.min(best);
     return best == kNothing ? -1 : static_cast<int>(best & 0x3ff);
@@ -189,8 +188,7 @@ TOPOEP_TEAM int choose_node(const Team& team, const Candidate& c, const int32_t*
 }
 
 // Writes the share into the importer's list. One lane.
-TOPOEP_HD void record_import(Candidate& c, int importer, int exporter, int expert,
-                             int32_t tokens) {
+TOPOEP_HD void record_import(Candidate& c, int importer, int exporter, int expert, int32_t tokens) {
     const int begin = c.topology.node_begin[importer] * c.shape.spare_slots;
     int i = begin;
     while (i < begin + c.num_imports[importer] && c.import_expert[i] != expert) {

@@ -11,10 +11,10 @@
 namespace topoep {
 
 enum CapRule : int {
-    kNoCopies = 0,     // the empty plan; candidate 0 of every list
-    kAboveMean = 1,    // value = parts per million above the mean rank load
-    kAboveNode = 2,    // the same above the fullest node's mean: no cross-node copy is needed there
-    kAtRankLoad = 3,   // value = k: the k-th largest rank load, so k - 1 ranks give tokens away
+    kNoCopies = 0,    // the empty plan; candidate 0 of every list
+    kAboveMean = 1,   // value = parts per million above the mean rank load
+    kAboveNode = 2,   // the same above the fullest node's mean: no cross-node copy is needed there
+    kAtRankLoad = 3,  // value = k: the k-th largest rank load, so k - 1 ranks give tokens away
 };
 
 enum RoomThreshold : int { kUseAllRooms = 0, kRoomsForExcess = 1, kRoomsWithMargin = 2 };
@@ -24,7 +24,8 @@ enum Affinity : int { kIgnoreOrigin = 0, kAffinityIfFits = 1, kAffinityAlways = 
 
 struct Policy {
     int node_step;   // 1: nodes first, then ranks inside each node; 0: one flat step over all ranks
-    int near_first;  // flat and last-resort steps prefer the source's node and nodes that hold a copy
+    int near_first;  // flat and last-resort steps prefer the source's node and nodes that hold a
+                     // copy
     int threshold;   // RoomThreshold: leave the smallest rooms of the cluster empty
     int exporter;    // Exporter: which rank of a full node gives its tokens to another node
     int round_up;    // export at least the whole excess of that rank

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Step two of a candidate: lay the imports of a node and the excess of its full ranks onto the ranks
-// with room. Nodes are independent of each other here. The same routine, run over all ranks of the
-// cluster, is the last resort for what did not fit (and, alone, the flat policies).
+// Step two of a candidate: lay the imports of a node and the excess of its full ranks onto the
+// ranks with room. Nodes are independent of each other here. The same routine, run over all ranks
+// of the cluster, is the last resort for what did not fit (and, alone, the flat policies).
 //
 // Two ideas keep the number of copies low although a rank has few slots:
 // - over-donation: a source whose excess would take a rank's last slot and waste the rest of its
 //   room gives more than its excess and fills the room exactly; it then has room itself, which
 //   another source fills (the alias method of Walker and Vose, with ranks for columns);
-// - over-fill, the twin for imports: an import that fits no room well goes whole onto a rank that it
+// - over-fill, the twin for imports: an import that fits no room well goes whole onto a rank that
+// it
 //   pushes over the cap, and that rank becomes a source.
 #pragma once
 
@@ -64,8 +65,8 @@ TOPOEP_TEAM int64_t domain_slack(const Team& team, const Candidate& c, const Dom
     return team.sum(slack);
 }
 
-// The least loaded rank that the whole import pushes over the cap and that can give that excess away
-// with one expert, or -1.
+// The least loaded rank that the whole import pushes over the cap and that can give that excess
+// away with one expert, or -1.
 template <class Team>
 TOPOEP_TEAM int over_fill_rank(const Team& team, const Candidate& c, const Domain& domain,
                                const Item& item) {
@@ -78,8 +79,8 @@ TOPOEP_TEAM int over_fill_rank(const Team& team, const Candidate& c, const Domai
         }
         const int hottest = hottest_expert(c, p);
         if (hottest >= 0 && c.home[hottest] - 1 >= excess) {
-            best = min64(best, uint64_t{static_cast<uint32_t>(c.load[p])} << 16 |
-                                   static_cast<uint64_t>(p));
+            best = min64(
+                best, uint64_t{static_cast<uint32_t>(c.load[p])} << 16 | static_cast<uint64_t>(p));
         }
     }
     best = team.min(best);
@@ -125,8 +126,7 @@ TOPOEP_TEAM void place_excess(const Team& team, Candidate& c, const Domain& doma
         mark_near_nodes(team, c, item.id, hottest_expert(c, item.id));
     }
     const Choice choice = choose_rank(team, c, domain, item, *slack, prefer_near);
-    const int expert =
-        choice.rank < 0 ? -1 : hottest_expert_not_on(c, item.id, choice.rank);
+    const int expert = choice.rank < 0 ? -1 : hottest_expert_not_on(c, item.id, choice.rank);
     int32_t tokens = 0;
     if (expert >= 0) {
         const int32_t room = c.room(choice.rank);

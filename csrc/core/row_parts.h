@@ -13,7 +13,7 @@ constexpr int64_t kRowAlignment = 16;  // one vector load
 constexpr int kMaxRowParts = 16;       // tensors per expert
 
 struct RowPart {
-    unsigned char* data;    // [rows, row_bytes], contiguous
+    unsigned char* data;  // [rows, row_bytes], contiguous
     int64_t row_bytes;
     int64_t packed_offset;  // of this part in a packed row, a multiple of kRowAlignment
 };

@@ -3,8 +3,9 @@
 //
 // Positions: the planner numbers ranks node by node ("node-major"), so that a node is a contiguous
 // range whatever the table says. Position p holds rank topology.rank_at[p]; a planner expert id is
-// position * experts_per_rank + local index. "Lower id wins" in the planner always means this order,
-// which is the plain order of ranks and experts whenever the nodes are blocks of consecutive ranks.
+// position * experts_per_rank + local index. "Lower id wins" in the planner always means this
+// order, which is the plain order of ranks and experts whenever the nodes are blocks of consecutive
+// ranks.
 #pragma once
 
 #include <cstdint>

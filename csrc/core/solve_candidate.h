@@ -73,7 +73,8 @@ TOPOEP_TEAM void store_slots(const Team& team, const Candidate& c, uint16_t* slo
         for (int i = 0; i < spare; ++i) {
             const uint16_t expert = c.slot_expert[p * spare + i];
             const int32_t tokens = c.slot_tokens[p * spare + i];
-            const int id = expert == kNoExpert ? kMaxExperts : expert_id(c.shape, c.topology, expert);
+            const int id =
+                expert == kNoExpert ? kMaxExperts : expert_id(c.shape, c.topology, expert);
             int place = 0;
             for (int k = 0; k < spare; ++k) {
                 const uint16_t other = c.slot_expert[p * spare + k];

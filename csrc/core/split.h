@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Who sends how many tokens where. The tokens of one expert are split over its holders level by
 // level: a rank's own tokens stay on it, then tokens stay in their node, then the rest crosses the
-// network. Inside a level, sources and holders are laid end to end on two number lines in rank order
-// and each overlap is one transfer: exact integers that meet every holder's quota. For a tree-shaped
-// network, serving the nearest level first moves the fewest tokens across nodes that the quotas
-// allow (tests/test_split.py compares with the linear program).
+// network. Inside a level, sources and holders are laid end to end on two number lines in rank
+// order and each overlap is one transfer: exact integers that meet every holder's quota. For a
+// tree-shaped network, serving the nearest level first moves the fewest tokens across nodes that
+// the quotas allow (tests/test_split.py compares with the linear program).
 #pragma once
 
 #include "core/candidate.h"
@@ -138,9 +138,8 @@ TOPOEP_TEAM void settle_level(const Team& team, const Shape& shape, const Topolo
 // and holders. Returns the tokens of the expert that cross nodes. A sink has for_pairs(team, f),
 // which spreads f(source, holder) over the lanes.
 template <class Team, class Sink>
-TOPOEP_TEAM int64_t split_expert(const Team& team, const Shape& shape,
-                                 const TopologyView& topology, const ExpertSplit& split,
-                                 const Sink& sink) {
+TOPOEP_TEAM int64_t split_expert(const Team& team, const Shape& shape, const TopologyView& topology,
+                                 const ExpertSplit& split, const Sink& sink) {
     for (int level = 0; level < kNumLevels; ++level) {
         if (level != kOwnRank) {
             prefix_sum(team, split.need, split.need_before, shape.num_ranks);

@@ -40,11 +40,21 @@ struct SerialTeam {
 
 constexpr uint64_t kNothing = UINT64_MAX;  // min() of a team none of whose lanes has a candidate
 
-TOPOEP_HD uint64_t min64(uint64_t a, uint64_t b) { return a < b ? a : b; }
-TOPOEP_HD int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-TOPOEP_HD int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
-TOPOEP_HD int32_t min32(int32_t a, int32_t b) { return a < b ? a : b; }
-TOPOEP_HD int32_t max32(int32_t a, int32_t b) { return a > b ? a : b; }
+TOPOEP_HD uint64_t min64(uint64_t a, uint64_t b) {
+    return a < b ? a : b;
+}
+TOPOEP_HD int64_t min64(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+TOPOEP_HD int64_t max64(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+TOPOEP_HD int32_t min32(int32_t a, int32_t b) {
+    return a < b ? a : b;
+}
+TOPOEP_HD int32_t max32(int32_t a, int32_t b) {
+    return a > b ? a : b;
+}
 
 // before[i] = values[0] + .. + values[i - 1] for i in 0..count. The two may be the same array.
 // Needs team.sync() before the call.

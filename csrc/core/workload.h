@@ -12,12 +12,12 @@
 namespace topoep {
 
 struct Workload {
-    int32_t* total;         // [E] tokens of each expert, planner order
-    uint16_t* order;        // [E] per rank: its experts, most tokens first, then lower id
-    int32_t* load;          // [R] tokens of each rank without copies, by position
-    uint16_t* by_load;      // [R] positions, least loaded first, then lower position
-    uint16_t* node_order;   // [R] the same inside each node
-    int32_t* load_before;   // [R + 1] prefix sums of load in by_load order
+    int32_t* total;        // [E] tokens of each expert, planner order
+    uint16_t* order;       // [E] per rank: its experts, most tokens first, then lower id
+    int32_t* load;         // [R] tokens of each rank without copies, by position
+    uint16_t* by_load;     // [R] positions, least loaded first, then lower position
+    uint16_t* node_order;  // [R] the same inside each node
+    int32_t* load_before;  // [R + 1] prefix sums of load in by_load order
 };
 
 // The rank and expert ids of the outside world behind a planner expert id.
@@ -95,7 +95,8 @@ TOPOEP_TEAM void sort_loads(const Team& team, const Shape& shape, const Topology
         const int first = topology.node_begin[node];
         const int place = sorted_place<false>(work.load, first, topology.node_begin[node + 1], p);
         work.node_order[first + place] = static_cast<uint16_t>(p);
-        work.by_load[sorted_place<false>(work.load, 0, shape.num_ranks, p)] = static_cast<uint16_t>(p);
+        work.by_load[sorted_place<false>(work.load, 0, shape.num_ranks, p)] =
+            static_cast<uint16_t>(p);
     }
     team.sync();
     for (int i = team.lane(); i < shape.num_ranks; i += team.size()) {

@@ -81,10 +81,9 @@ void combine_backward_cpu(const T* grad_y, const T* rows, const int64_t* pair_of
         }
     }
     for (int64_t pair = 0; pair < num_tokens * top_k; ++pair) {
-        grad_weights[pair] = row_of_pair[pair] < 0
-                                 ? Sum{0}
-                                 : dot(rows + row_of_pair[pair] * width,
-                                       grad_y + pair / top_k * width, width);
+        grad_weights[pair] = row_of_pair[pair] < 0 ? Sum{0}
+                                                   : dot(rows + row_of_pair[pair] * width,
+                                                         grad_y + pair / top_k * width, width);
     }
 }
 
@@ -136,14 +135,14 @@ void reduce_grads_cpu(T* out, const AccumulatorOf<T>* rows, const int64_t* offse
     }
 }
 
-#define TOPOEP_INSTANTIATE(T)                                                                  \
-    template void combine_cpu(const T*, const int64_t*, const AccumulatorOf<T>*, int64_t, int, \
-                              int64_t, T*);                                                    \
-    template void combine_backward_cpu(const T*, const T*, const int64_t*, const int64_t*,     \
-                                       const AccumulatorOf<T>*, int64_t, int64_t, int,         \
-                                       int64_t, T*, AccumulatorOf<T>*);                        \
-    template void reduce_grads_cpu(T*, const AccumulatorOf<T>*, const int64_t*,                \
-                                   const int64_t*, int64_t, int64_t);
+#define TOPOEP_INSTANTIATE(T)                                                                   \
+    template void combine_cpu(const T*, const int64_t*, const AccumulatorOf<T>*, int64_t, int,  \
+                              int64_t, T*);                                                     \
+    template void combine_backward_cpu(const T*, const T*, const int64_t*, const int64_t*,      \
+                                       const AccumulatorOf<T>*, int64_t, int64_t, int, int64_t, \
+                                       T*, AccumulatorOf<T>*);                                  \
+    template void reduce_grads_cpu(T*, const AccumulatorOf<T>*, const int64_t*, const int64_t*, \
+                                   int64_t, int64_t);
 TOPOEP_INSTANTIATE(float)
 TOPOEP_INSTANTIATE(double)
 TOPOEP_INSTANTIATE(Float16)

@@ -21,16 +21,16 @@ template <class T>
 void combine_cpu(const T* rows, const int64_t* row_of_pair, const AccumulatorOf<T>* weights,
                  int64_t num_tokens, int top_k, int64_t width, T* y);
 
-// The gradients of combine: grad_rows[i] = weights[pair] * grad_y[token of pair], zero for rows that
-// no pair uses, and grad_weights[pair] = rows[row] . grad_y[token].
+// The gradients of combine: grad_rows[i] = weights[pair] * grad_y[token of pair], zero for rows
+// that no pair uses, and grad_weights[pair] = rows[row] . grad_y[token].
 template <class T>
 void combine_backward_cpu(const T* grad_y, const T* rows, const int64_t* pair_of_row,
                           const int64_t* row_of_pair, const AccumulatorOf<T>* weights,
                           int64_t num_tokens, int64_t num_rows, int top_k, int64_t width,
                           T* grad_rows, AccumulatorOf<T>* grad_weights);
 
-// packed[i] = the rows tensor_0[index[i]], tensor_1[index[i]], .. side by side, each part padded with
-// zeros to 16 bytes (core/row_parts.h).
+// packed[i] = the rows tensor_0[index[i]], tensor_1[index[i]], .. side by side, each part padded
+// with zeros to 16 bytes (core/row_parts.h).
 void pack_rows_cpu(const std::vector<RowPart>& parts, const int64_t* index, int64_t num_rows,
                    void* packed);
 

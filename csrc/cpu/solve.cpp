@@ -95,13 +95,13 @@ void solve_range(const SolveProblem& problem, const std::vector<int64_t>& candid
     candidate.shape = problem.shape;
     candidate.topology = problem.topology;
     Workload unused{};
-    std::vector<uint64_t> memory(
-        (bind_candidate(problem.shape, nullptr, &candidate, &unused) + 7) / 8);
+    std::vector<uint64_t> memory((bind_candidate(problem.shape, nullptr, &candidate, &unused) + 7) /
+                                 8);
     bind_candidate(problem.shape, memory.data(), &candidate, &unused);
     for (int64_t i = begin; i < end; ++i) {
         const Outcome outcome =
-            solve_candidate(SerialGroup{}, unpack_candidate(candidates[i]), problem.objective,
-                            work, node_tokens.data(), candidate);
+            solve_candidate(SerialGroup{}, unpack_candidate(candidates[i]), problem.objective, work,
+                            node_tokens.data(), candidate);
         if (winner->loses_to(outcome, i)) {
             winner->outcome = outcome;
             winner->index = i;
@@ -180,8 +180,7 @@ void solve_cpu(const SolveProblem& problem, const std::vector<int64_t>& candidat
     check_counts(problem);
     const std::vector<int32_t> node_tokens = node_tokens_by_row(problem);
     const WorkloadBuffers work(problem, node_tokens);
-    const Winner winner =
-        find_winner(problem, candidates, work.view, node_tokens, parallel_for);
+    const Winner winner = find_winner(problem, candidates, work.view, node_tokens, parallel_for);
     finalize_plan(problem, winner, work.view, node_tokens, plan);
 }
 

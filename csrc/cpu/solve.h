@@ -10,8 +10,8 @@
 
 namespace topoep {
 
-// Solves all candidates (packed, see core/policy.h) and writes the plan of the best one. Throws Error
-// when a count is negative or the counts sum to more than kMaxTokens.
+// Solves all candidates (packed, see core/policy.h) and writes the plan of the best one. Throws
+// Error when a count is negative or the counts sum to more than kMaxTokens.
 void solve_cpu(const SolveProblem& problem, const std::vector<int64_t>& candidates,
                const PlanView& plan, const ParallelFor& parallel_for);
 

@@ -24,13 +24,12 @@ const char* combine_backward(const T* grad_y, const T* rows, const int64_t* pair
                                    stream);
 }
 
-#define TOPOEP_INSTANTIATE(T)                                                                   \
-    template const char* combine(const T*, const int64_t*, const AccumulatorOf<T>*, int64_t,    \
-                                 int, int64_t, const DeviceLimits&, T*, cudaStream_t);          \
-    template const char* combine_backward(const T*, const T*, const int64_t*, const int64_t*,   \
-                                          const AccumulatorOf<T>*, int64_t, int64_t, int,       \
-                                          int64_t, const DeviceLimits&, T*, AccumulatorOf<T>*,  \
-                                          cudaStream_t);
+#define TOPOEP_INSTANTIATE(T)                                                                     \
+    template const char* combine(const T*, const int64_t*, const AccumulatorOf<T>*, int64_t, int, \
+                                 int64_t, const DeviceLimits&, T*, cudaStream_t);                 \
+    template const char* combine_backward(                                                        \
+        const T*, const T*, const int64_t*, const int64_t*, const AccumulatorOf<T>*, int64_t,     \
+        int64_t, int, int64_t, const DeviceLimits&, T*, AccumulatorOf<T>*, cudaStream_t);
 TOPOEP_INSTANTIATE(float)
 TOPOEP_INSTANTIATE(double)
 TOPOEP_INSTANTIATE(Float16)

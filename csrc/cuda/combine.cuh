@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// combine: y[t] = sum over k, in order, of weights[t, k] * rows[row_of_pair[t, k]], and its gradients.
+// combine: y[t] = sum over k, in order, of weights[t, k] * rows[row_of_pair[t, k]], and its
+// gradients.
 //
 // Sums are float32 (float64 for float64) with two roundings per step, in an order that the shapes
 // alone decide, so host and device agree bit for bit (core/numeric.h).
@@ -26,8 +27,8 @@ inline LaunchShape combine_shape(int64_t num_items, int items_per_block, int num
                          int64_t{num_sms} * kCombineBlocksPerSm);
 }
 
-// Up to kDotRun consecutive elements. Loops over a run have constant bounds and test i < count inside,
-// so that it stays in registers.
+// Up to kDotRun consecutive elements. Loops over a run have constant bounds and test i < count
+// inside, so that it stays in registers.
 template <class T>
 struct Run {
     T values[kDotRun];
@@ -81,12 +82,13 @@ __device__ inline int run_length(int64_t begin, int64_t width) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kCombineThreads)
+__global__ void __launch_bounds__(kCombineThreads, 1)
     combine_kernel(const T* rows, const int64_t* row_of_pair, const AccumulatorOf<T>* weights,
                    int64_t num_tokens, int top_k, int64_t width, T* y) {
     using Sum = AccumulatorOf<T>;
     for (int64_t token = blockIdx.x; token < num_tokens; token += gridDim.x) {
-        for (int64_t d = int64_t{threadIdx.x} * kDotRun; d < width; d += kCombineThreads * kDotRun) {
+        for (int64_t d = int64_t{threadIdx.x} * kDotRun; d < width;
+             d += kCombineThreads * kDotRun) {
             const int count = run_length(d, width);
             Sum sums[kDotRun] = {};
             for (int64_t pair = token * top_k; pair < (token + 1) * top_k; ++pair) {
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(kCombineThreads)
 }
 
 template <class T>
-__global__ void __launch_bounds__(kCombineThreads)
+__global__ void __launch_bounds__(kCombineThreads, 1)
     combine_grad_rows_kernel(const T* grad_y, const int64_t* pair_of_row,
                              const AccumulatorOf<T>* weights, int64_t num_rows, int top_k,
                              int64_t width, T* grad_rows) {
@@ -118,7 +120,8 @@ __global__ void __launch_bounds__(kCombineThreads)
     for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
         const int64_t pair = pair_of_row[row];
         const Sum weight = pair < 0 ? Sum{0} : weights[pair];
-        for (int64_t d = int64_t{threadIdx.x} * kDotRun; d < width; d += kCombineThreads * kDotRun) {
+        for (int64_t d = int64_t{threadIdx.x} * kDotRun; d < width;
+             d += kCombineThreads * kDotRun) {
             const int count = run_length(d, width);
             Run<T> result = {};
             if (pair >= 0) {
@@ -133,7 +136,7 @@ __global__ void __launch_bounds__(kCombineThreads)
 }
 
 template <class T>
-__global__ void __launch_bounds__(kCombineThreads)
+__global__ void __launch_bounds__(kCombineThreads, 1)
     combine_grad_weights_kernel(const T* grad_y, const T* rows, const int64_t* row_of_pair,
                                 int64_t num_pairs, int top_k, int64_t width,
                                 AccumulatorOf<T>* grad_weights) {
@@ -175,9 +178,9 @@ const char* launch_combine(const T* rows, const int64_t* row_of_pair,
 template <class T>
 const char* launch_combine_backward(const T* grad_y, const T* rows, const int64_t* pair_of_row,
                                     const int64_t* row_of_pair, const AccumulatorOf<T>* weights,
-                                    int64_t num_tokens, int64_t num_rows, int top_k,
-                                    int64_t width, int num_sms, T* grad_rows,
-                                    AccumulatorOf<T>* grad_weights, Stream stream) {
+                                    int64_t num_tokens, int64_t num_rows, int top_k, int64_t width,
+                                    int num_sms, T* grad_rows, AccumulatorOf<T>* grad_weights,
+                                    Stream stream) {
     const char* error =
         launch(combine_grad_rows_kernel<T>, combine_shape(num_rows, 1, num_sms), stream, grad_y,
                pair_of_row, weights, num_rows, top_k, width, grad_rows);

@@ -64,7 +64,9 @@ const char* launch(void (*kernel)(Parameters...), const LaunchShape& shape, Stre
                        std::forward<Arguments>(arguments)...);
 }
 
-inline void grid_sync(emu::Site site = emu::Site::here()) { emu::grid_barrier(site); }
+inline void grid_sync(emu::Site site = emu::Site::here()) {
+    emu::grid_barrier(site);
+}
 
 inline void named_barrier(int id, int num_threads, emu::Site site = emu::Site::here()) {
     emu::named_barrier(id, num_threads, site);
@@ -77,9 +79,13 @@ inline void named_barrier_arrive(int id, int num_threads, emu::Site site = emu::
 using emu::load_relaxed;
 using emu::store_relaxed;
 
-__forceinline__ uint4 load_streaming(const uint4* address) { return *address; }
+__forceinline__ uint4 load_streaming(const uint4* address) {
+    return *address;
+}
 
-inline uint64_t global_timer() { return static_cast<uint64_t>(emu::clock()); }
+inline uint64_t global_timer() {
+    return static_cast<uint64_t>(emu::clock());
+}
 
 #else
 
@@ -118,7 +124,9 @@ const char* launch(void (*kernel)(Parameters...), const LaunchShape& shape, Stre
 }
 
 // Waits for all threads of a cooperative launch and orders all memory between them.
-__device__ __forceinline__ void grid_sync() { cooperative_groups::this_grid().sync(); }
+__device__ __forceinline__ void grid_sync() {
+    cooperative_groups::this_grid().sync();
+}
 
 // A barrier of num_threads threads (whole warps) of the block. Ids 1 to 15 are free; 0 is
 // __syncthreads.

@@ -11,8 +11,8 @@
 namespace topoep {
 
 // Thread `thread` of `num_threads` copies its share of `bytes` bytes.
-__device__ inline void copy_bytes(unsigned char* target, const unsigned char* source,
-                                  int64_t bytes, int thread, int num_threads) {
+__device__ inline void copy_bytes(unsigned char* target, const unsigned char* source, int64_t bytes,
+                                  int thread, int num_threads) {
     const bool aligned = is_vector_aligned(target) && is_vector_aligned(source);
     const int64_t num_vectors = aligned ? bytes / kVectorBytes : 0;
     for (int64_t i = thread; i < num_vectors; i += num_threads) {

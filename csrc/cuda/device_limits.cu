@@ -9,8 +9,8 @@ const char* device_limits(int device, DeviceLimits* limits) {
     int shared_bytes = 0;
     cudaError_t error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
     if (error == cudaSuccess) {
-        error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
-                                       device);
+        error =
+            cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     }
     *limits = {num_sms, static_cast<size_t>(shared_bytes)};
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

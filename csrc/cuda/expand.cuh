@@ -16,7 +16,7 @@ namespace topoep {
 constexpr int kExpandThreads = 256;
 constexpr int kExpandBlocksPerSm = 16;
 
-__global__ void __launch_bounds__(kExpandThreads)
+__global__ void __launch_bounds__(kExpandThreads, 1)
     expand_kernel(const unsigned char* x, int64_t row_bytes, const int64_t* pair_of_row,
                   int64_t num_rows, int top_k, unsigned char* out) {
     const int64_t num_warps = int64_t{gridDim.x} * (kExpandThreads / kWarpSize);
@@ -37,9 +37,8 @@ inline const char* launch_expand(const void* x, int64_t row_bytes, const int64_t
                                  Stream stream) {
     const LaunchShape shape = strided_shape(num_rows, kExpandThreads / kWarpSize, kExpandThreads,
                                             int64_t{num_sms} * kExpandBlocksPerSm);
-    return launch(expand_kernel, shape, stream,
-                  static_cast<const unsigned char*>(x), row_bytes, pair_of_row, num_rows, top_k,
-                  static_cast<unsigned char*>(out));
+    return launch(expand_kernel, shape, stream, static_cast<const unsigned char*>(x), row_bytes,
+                  pair_of_row, num_rows, top_k, static_cast<unsigned char*>(out));
 }
 
 }  // namespace topoep

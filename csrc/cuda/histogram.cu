@@ -13,8 +13,7 @@ size_t histogram_workspace(int64_t num_ids, int id_bytes, int num_experts,
 template <class Id>
 const char* histogram(const Id* ids, int64_t num_ids, int num_experts, const DeviceLimits& limits,
                       void* workspace, int32_t* counts, int32_t* invalid, cudaStream_t stream) {
-    const HistogramShape shape =
-        histogram_shape(num_ids, sizeof(Id), num_experts, limits.num_sms);
+    const HistogramShape shape = histogram_shape(num_ids, sizeof(Id), num_experts, limits.num_sms);
     return launch_histogram(ids, num_ids, num_experts, shape, workspace, counts, invalid, stream);
 }
 

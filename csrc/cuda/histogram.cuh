@@ -7,10 +7,10 @@
 //   all        counts[e] = sum over b of partial[b, e + 1]
 //
 // Bin 0 is padding (-1), bins 1 .. E the experts, bin E + 1 everything else.
-// Launch shape: 512 threads, 16 bytes of ids per thread and pass, at most kMaxBlocks blocks: the last
-// phase reads a column of that length. Shared memory: the bins, four times over for E <= 1024, where
-// tokens of one hot expert would otherwise queue up at one address.
-// Determinism: integer sums; partial results instead of a zeroed output, so no memset is needed.
+// Launch shape: 512 threads, 16 bytes of ids per thread and pass, at most kMaxBlocks blocks: the
+// last phase reads a column of that length. Shared memory: the bins, four times over for E <= 1024,
+// where tokens of one hot expert would otherwise queue up at one address. Determinism: integer
+// sums; partial results instead of a zeroed output, so no memset is needed.
 #pragma once
 
 #include <cstdint>
@@ -33,13 +33,12 @@ struct HistogramShape {
     size_t workspace_bytes;
 };
 
-inline HistogramShape histogram_shape(int64_t num_ids, int id_bytes, int num_experts,
-                                      int num_sms) {
+inline HistogramShape histogram_shape(int64_t num_ids, int id_bytes, int num_experts, int num_sms) {
     HistogramShape shape{};
     shape.num_copies = num_experts <= kMaxExpertsForCopies ? kHistogramCopies : 1;
-    shape.launch = strided_shape(num_ids, kHistogramThreads * (kVectorBytes / id_bytes),
-                                 kHistogramThreads,
-                                 num_sms < kMaxHistogramBlocks ? num_sms : kMaxHistogramBlocks);
+    shape.launch =
+        strided_shape(num_ids, kHistogramThreads * (kVectorBytes / id_bytes), kHistogramThreads,
+                      num_sms < kMaxHistogramBlocks ? num_sms : kMaxHistogramBlocks);
     const size_t bins = (static_cast<size_t>(num_experts) + 2) * sizeof(uint32_t);
     shape.launch.shared_bytes = bins * shape.num_copies;
     shape.launch.cooperative = true;
@@ -71,7 +70,7 @@ __device__ void count_ids(const Id* ids, int64_t num_ids, uint32_t num_bins, uin
 }
 
 template <class Id>
-__global__ void __launch_bounds__(kHistogramThreads)
+__global__ void __launch_bounds__(kHistogramThreads, 1)
     histogram_kernel(const Id* ids, int64_t num_ids, int num_experts, int num_copies,
                      uint32_t* partial, int32_t* counts, int32_t* invalid) {
     TOPOEP_DYNAMIC_SHARED(uint32_t, bins);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels as plain functions, for callers that nvcc does not compile. Each .cu file defines those
-// of one stage. All return nullptr or the CUDA error text, enqueue on `stream`, and neither allocate
-// nor wait; workspaces are the caller's.
+// The kernels as plain functions, for callers that nvcc does not compile. Each .cu file defines
+// those of one stage. All return nullptr or the CUDA error text, enqueue on `stream`, and neither
+// allocate nor wait; workspaces are the caller's.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -38,8 +38,7 @@ const char* solve(const SolveProblem& problem, const std::vector<int64_t>& candi
 size_t split_workspace(const Shape& shape);
 const char* split(const Shape& shape, const TopologyView& topology, const int32_t* counts,
                   const int32_t* slot_expert, const int32_t* slot_tokens,
-                  const DeviceLimits& limits, void* workspace, int32_t* split,
-                  cudaStream_t stream);
+                  const DeviceLimits& limits, void* workspace, int32_t* split, cudaStream_t stream);
 
 size_t reroute_workspace(int64_t num_ids, int num_experts, const DeviceLimits& limits);
 template <class Id>

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// pack_rows and unpack_rows_: the bytes of an expert, which are rows of several tensors, to and from
-// one row of a send or receive buffer (core/row_parts.h).
+// pack_rows and unpack_rows_: the bytes of an expert, which are rows of several tensors, to and
+// from one row of a send or receive buffer (core/row_parts.h).
 //
 // Launch shape: a block of 256 threads per (row, tile of 16 KB of the packed row), striding up to 8
-// blocks per SM. Parts begin at multiples of 16 bytes in the packed row, and tiles are cut there too,
-// so a tensor whose rows are multiples of 16 bytes moves by 16-byte loads throughout.
+// blocks per SM. Parts begin at multiples of 16 bytes in the packed row, and tiles are cut there
+// too, so a tensor whose rows are multiples of 16 bytes moves by 16-byte loads throughout.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,7 @@ __device__ void move_tile(const RowParts& parts, int64_t index, unsigned char* p
 }
 
 template <PackDirection kDirection>
-__global__ void __launch_bounds__(kPackThreads)
+__global__ void __launch_bounds__(kPackThreads, 1)
     pack_kernel(RowParts parts, const int64_t* index, int64_t num_rows, int64_t packed_bytes,
                 unsigned char* packed) {
     const int64_t tiles_per_row = (packed_bytes + kPackTileBytes - 1) / kPackTileBytes;

@@ -13,10 +13,9 @@ const char* reduce_grads(T* out, const AccumulatorOf<T>* rows, const int64_t* of
                                stream);
 }
 
-#define TOPOEP_INSTANTIATE(T)                                                                 \
-    template const char* reduce_grads(T*, const AccumulatorOf<T>*, const int64_t*,            \
-                                      const int64_t*, int64_t, int64_t, const DeviceLimits&,  \
-                                      cudaStream_t);
+#define TOPOEP_INSTANTIATE(T)                                                                      \
+    template const char* reduce_grads(T*, const AccumulatorOf<T>*, const int64_t*, const int64_t*, \
+                                      int64_t, int64_t, const DeviceLimits&, cudaStream_t);
 TOPOEP_INSTANTIATE(float)
 TOPOEP_INSTANTIATE(double)
 TOPOEP_INSTANTIATE(Float16)

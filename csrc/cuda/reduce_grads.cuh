@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// reduce_grads_: out[s] += rows[order[offsets[s]]] + rows[order[offsets[s] + 1]] + .., in that order,
-// in float32 (float64 for float64), rounded once.
+// reduce_grads_: out[s] += rows[order[offsets[s]]] + rows[order[offsets[s] + 1]] + .., in that
+// order, in float32 (float64 for float64), rounded once.
 //
 // Launch shape: a thread per element of a segment that has rows; blocks of 256 threads stride over
-// (segment, tile of elements). One writer per element, no atomics: the order of the sum is the order
-// of the list, whatever the timing.
+// (segment, tile of elements). One writer per element, no atomics: the order of the sum is the
+// order of the list, whatever the timing.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ constexpr int kReduceThreads = 256;
 constexpr int kReduceBlocksPerSm = 8;
 
 template <class T>
-__global__ void __launch_bounds__(kReduceThreads)
+__global__ void __launch_bounds__(kReduceThreads, 1)
     reduce_grads_kernel(T* out, const AccumulatorOf<T>* rows, const int64_t* offsets,
                         const int64_t* order, int64_t num_segments, int64_t width) {
     using Sum = AccumulatorOf<T>;

@@ -9,8 +9,8 @@
 //   warp w     out[i] = holder of the (row[w, e] + rank[i])-th token of e (core/reroute_plan.h)
 //
 // The rank of an id waits in out[i] over the barrier, so a run may be of any length.
-// Launch shape: 8 warps (4 for E > 2048), 256 ids per warp, at most one block per SM. Shared memory:
-// one int32 per warp and expert, at most 64 KB. Workspace: one int32 per block and expert.
+// Launch shape: 8 warps (4 for E > 2048), 256 ids per warp, at most one block per SM. Shared
+// memory: one int32 per warp and expert, at most 64 KB. Workspace: one int32 per block and expert.
 // Determinism: the ordinal of a token is a property of the ids, not of the schedule; no atomics.
 #pragma once
 
@@ -96,7 +96,7 @@ __device__ void write_physical(const WarpRun<Id>& run, const int32_t* row, const
 }
 
 template <class Id>
-__global__ void __launch_bounds__(kRerouteWarps* kWarpSize)
+__global__ void __launch_bounds__(kRerouteWarps* kWarpSize, 1)
     reroute_kernel(ReroutePlan plan, const Id* ids, int64_t num_ids, int64_t ids_per_warp,
                    int32_t* block_counts, Id* out) {
     TOPOEP_DYNAMIC_SHARED(int32_t, rows);
@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(kRerouteWarps* kWarpSize)
 template <class Id>
 const char* launch_reroute(const ReroutePlan& plan, const Id* ids, int64_t num_ids,
                            const RerouteShape& shape, void* workspace, Id* out, Stream stream) {
-    return launch(reroute_kernel<Id>, shape.launch, stream, plan, ids, num_ids,
-                  shape.ids_per_warp, static_cast<int32_t*>(workspace), out);
+    return launch(reroute_kernel<Id>, shape.launch, stream, plan, ids, num_ids, shape.ids_per_warp,
+                  static_cast<int32_t*>(workspace), out);
 }
 
 }  // namespace topoep

@@ -39,12 +39,12 @@ struct CandidateList {
 
 // Memory that lives as long as the launch.
 struct SolveWorkspace {
-    int64_t* block_tokens;   // [blocks] routed tokens that the block summed
-    Outcome* outcomes;       // [candidates]
-    int32_t* node_tokens;    // [N, E] planner order
-    int32_t* slot_tokens;    // [candidates, R * S]
-    uint16_t* slot_expert;   // [candidates, R * S]
-    unsigned char* states;   // [blocks, state_bytes], nullptr: in shared memory
+    int64_t* block_tokens;  // [blocks] routed tokens that the block summed
+    Outcome* outcomes;      // [candidates]
+    int32_t* node_tokens;   // [N, E] planner order
+    int32_t* slot_tokens;   // [candidates, R * S]
+    uint16_t* slot_expert;  // [candidates, R * S]
+    unsigned char* states;  // [blocks, state_bytes], nullptr: in shared memory
     size_t state_bytes;
 };
 
@@ -114,8 +114,8 @@ __device__ inline void solve_candidates(const SolveProblem& problem,
         if (too_many_tokens) {
             spec.rule = kNoCopies;  // sums of int32 cannot be trusted: leave everything at home
         }
-        const Outcome outcome = solve_candidate(group, spec, problem.objective, work,
-                                                workspace.node_tokens, candidate);
+        const Outcome outcome =
+            solve_candidate(group, spec, problem.objective, work, workspace.node_tokens, candidate);
         const int64_t first = int64_t{i} * shape.num_spare();
         store_slots(group.all(), candidate, workspace.slot_expert + first,
                     workspace.slot_tokens + first);
@@ -163,8 +163,7 @@ __device__ inline void finalize_plan(const SolveProblem& problem, const Candidat
     const int stride = static_cast<int>(gridDim.x * blockDim.x);
     const int winner = find_winner(candidates, workspace.outcomes);
     const int64_t slots_begin = int64_t{winner} * shape.num_spare();
-    const SlotsView slots{workspace.slot_expert + slots_begin,
-                          workspace.slot_tokens + slots_begin};
+    const SlotsView slots{workspace.slot_expert + slots_begin, workspace.slot_tokens + slots_begin};
     int32_t* offsets = shared;
     const ExpertSplit split = bind_expert_split(shape.num_ranks, shared + shape.num_experts + 1);
 
@@ -210,15 +209,15 @@ __device__ inline void finalize_plan(const SolveProblem& problem, const Candidat
     }
 }
 
-__global__ void __launch_bounds__(kSolveThreads)
+__global__ void __launch_bounds__(kSolveThreads, 1)
     solve_kernel(SolveProblem problem, CandidateList candidates, SolveWorkspace workspace,
                  PlanView plan) {
     TOPOEP_DYNAMIC_SHARED(unsigned char, shared);
     const BlockTeam team;
-    const int64_t block_tokens = team.sum(sum_node_tokens(
-        problem.shape, problem.topology, problem.counts, workspace.node_tokens,
-        static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x),
-        static_cast<int>(gridDim.x * blockDim.x)));
+    const int64_t block_tokens = team.sum(
+        sum_node_tokens(problem.shape, problem.topology, problem.counts, workspace.node_tokens,
+                        static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x),
+                        static_cast<int>(gridDim.x * blockDim.x)));
     if (threadIdx.x == 0) {
         workspace.block_tokens[blockIdx.x] = block_tokens;
         if (blockIdx.x == 0) {
@@ -239,8 +238,7 @@ __global__ void __launch_bounds__(kSolveThreads)
     solve_candidates(problem, candidates, workspace, tokens > kMaxTokens, state);
     grid_sync();
 
-    finalize_plan(problem, candidates, workspace, plan, tokens,
-                  reinterpret_cast<int32_t*>(shared));
+    finalize_plan(problem, candidates, workspace, plan, tokens, reinterpret_cast<int32_t*>(shared));
 }
 
 // Launches the solve. `workspace` has solve_shape(..).workspace_bytes bytes, aligned to 16.
@@ -248,9 +246,9 @@ inline const char* launch_solve(const SolveProblem& problem, const CandidateList
                                 const SolveShape& shape, void* workspace, const PlanView& plan,
                                 Stream stream) {
     size_t used = 0;
-    const SolveWorkspace bound = bind_solve_workspace(
-        problem.shape, candidates.count, static_cast<int>(shape.launch.grid.x), shape.state_bytes,
-        shape.state_in_shared, workspace, &used);
+    const SolveWorkspace bound =
+        bind_solve_workspace(problem.shape, candidates.count, static_cast<int>(shape.launch.grid.x),
+                             shape.state_bytes, shape.state_in_shared, workspace, &used);
     return launch(solve_kernel, shape.launch, stream, problem, candidates, bound, plan);
 }
 

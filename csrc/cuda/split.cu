@@ -5,7 +5,9 @@
 
 namespace topoep::cuda {
 
-size_t split_workspace(const Shape& shape) { return split_workspace_bytes(shape); }
+size_t split_workspace(const Shape& shape) {
+    return split_workspace_bytes(shape);
+}
 
 const char* split(const Shape& shape, const TopologyView& topology, const int32_t* counts,
                   const int32_t* slot_expert, const int32_t* slot_tokens,

@@ -24,7 +24,7 @@ TOPOEP_HD size_t split_workspace_bytes(const Shape& shape) {
     return static_cast<size_t>(shape.num_spare()) * (sizeof(int32_t) + sizeof(uint16_t));
 }
 
-__global__ void __launch_bounds__(kSplitThreads)
+__global__ void __launch_bounds__(kSplitThreads, 1)
     planner_slots_kernel(Shape shape, TopologyView topology, const int32_t* slot_expert,
                          const int32_t* slot_tokens, uint16_t* experts, int32_t* tokens) {
     const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kSplitThreads)
     }
 }
 
-__global__ void __launch_bounds__(kSplitThreads)
+__global__ void __launch_bounds__(kSplitThreads, 1)
     split_kernel(Shape shape, TopologyView topology, const int32_t* counts, SlotsView slots,
                  int32_t* split) {
     TOPOEP_DYNAMIC_SHARED(unsigned char, shared);
@@ -58,8 +58,8 @@ inline const char* launch_split(const Shape& shape, const TopologyView& topology
     if (error != nullptr) {
         return error;
     }
-    LaunchShape main = strided_shape(shape.num_experts, 1, kSplitThreads,
-                                     int64_t{num_sms} * kSplitBlocksPerSm);
+    LaunchShape main =
+        strided_shape(shape.num_experts, 1, kSplitThreads, int64_t{num_sms} * kSplitBlocksPerSm);
     main.shared_bytes = expert_split_bytes(shape.num_ranks);
     return launch(split_kernel, main, stream, shape, topology, counts, SlotsView{experts, tokens},
                   split);

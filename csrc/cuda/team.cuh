@@ -12,15 +12,19 @@ namespace topoep {
 constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr int kWarpSize = 32;
 
-__device__ inline int warp_lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
-__device__ inline int warp_index() { return static_cast<int>(threadIdx.x) / kWarpSize; }
+__device__ inline int warp_lane() {
+    return static_cast<int>(threadIdx.x) % kWarpSize;
+}
+__device__ inline int warp_index() {
+    return static_cast<int>(threadIdx.x) / kWarpSize;
+}
 
 // Two 32-bit reductions in hardware instead of ten 32-bit shuffles.
 __device__ inline uint64_t warp_min(uint64_t value) {
     const uint32_t high = __reduce_min_sync(kFullWarp, static_cast<uint32_t>(value >> 32));
-    const uint32_t low = __reduce_min_sync(
-        kFullWarp, static_cast<uint32_t>(value >> 32) == high ? static_cast<uint32_t>(value)
-                                                              : UINT32_MAX);
+    const uint32_t low = __reduce_min_sync(kFullWarp, static_cast<uint32_t>(value >> 32) == high
+                                                          ? static_cast<uint32_t>(value)
+                                                          : UINT32_MAX);
     return uint64_t{high} << 32 | low;
 }
 

@@ -59,18 +59,20 @@ inline int run_all() {
 
 }  // namespace topoep::testing
 
-#define TEST(name)                                                              \
-    static void name();                                                         \
+#define TEST(name)                                                               \
+    static void name();                                                          \
     static const topoep::testing::Registration name##_registration(#name, name); \
     static void name()
 
-#define CHECK(condition)                                                           \
-    do {                                                                           \
-        if (!(condition)) {                                                        \
+#define CHECK(condition)                                                            \
+    do {                                                                            \
+        if (!(condition)) {                                                         \
             std::printf("  %s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-            topoep::testing::failures() += 1;                                      \
-        }                                                                          \
+            topoep::testing::failures() += 1;                                       \
+        }                                                                           \
     } while (0)
 
-#define TEST_MAIN \
-    int main() { return topoep::testing::run_all(); }
+#define TEST_MAIN                          \
+    int main() {                           \
+        return topoep::testing::run_all(); \
+    }

@@ -26,7 +26,9 @@ double half_value(uint16_t bits, int exponent_bits, int mantissa_bits) {
     return sign * std::ldexp(implied + mantissa, shown - bias - mantissa_bits);
 }
 
-bool same(double a, double b) { return a == b || (std::isnan(a) && std::isnan(b)); }
+bool same(double a, double b) {
+    return a == b || (std::isnan(a) && std::isnan(b));
+}
 
 // The nearest of all values of T, ties to the even bit pattern.
 template <class T>

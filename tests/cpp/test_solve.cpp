@@ -22,8 +22,11 @@ int64_t pack(int rule, int64_t value, int policy_bits) {
 std::vector<int64_t> some_candidates() {
     constexpr int kNear = 2;
     constexpr int kHierarchical = 1 | kNear | 2 << 2 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 8;
-    return {0, pack(kAboveMean, 10000, kHierarchical), pack(kAboveMean, 0, kNear),
-            pack(kAboveMean, 0, 0), pack(kAboveNode, 10000, kHierarchical),
+    return {0,
+            pack(kAboveMean, 10000, kHierarchical),
+            pack(kAboveMean, 0, kNear),
+            pack(kAboveMean, 0, 0),
+            pack(kAboveNode, 10000, kHierarchical),
             pack(kAtRankLoad, 2, kHierarchical)};
 }
 
@@ -31,7 +34,8 @@ std::vector<int64_t> some_candidates() {
 struct Case {
     std::vector<int32_t> table, counts;
     SolveProblem problem;
-    std::vector<int32_t> slot_expert, slot_source, slot_tokens, copy_offsets, copy_slots, send, recv;
+    std::vector<int32_t> slot_expert, slot_source, slot_tokens, copy_offsets, copy_slots, send,
+        recv;
     std::vector<int64_t> stats;
     PlanView plan;
 
@@ -53,9 +57,8 @@ struct Case {
             table.push_back(node_of_rank[order[p]]);
         }
         for (int n = 0; n <= nodes; ++n) {
-            table.push_back(static_cast<int32_t>(
-                std::count_if(node_of_rank.begin(), node_of_rank.end(),
-                              [&](int node) { return node < n; })));
+            table.push_back(static_cast<int32_t>(std::count_if(
+                node_of_rank.begin(), node_of_rank.end(), [&](int node) { return node < n; })));
         }
         counts.resize(static_cast<size_t>(ranks) * num_experts);
         problem.shape = {ranks, nodes, num_experts, spare};
@@ -70,8 +73,9 @@ struct Case {
         send.resize(ranks * width);
         recv.resize(ranks * width);
         stats.resize(kNumStats);
-        plan = {slot_expert.data(),  slot_source.data(), slot_tokens.data(), copy_offsets.data(),
-                copy_slots.data(),   send.data(),        recv.data(),        stats.data(), rank};
+        plan = {slot_expert.data(),  slot_source.data(), slot_tokens.data(),
+                copy_offsets.data(), copy_slots.data(),  send.data(),
+                recv.data(),         stats.data(),       rank};
     }
 
     void solve(const ParallelFor& parallel_for = serial_for) {

@@ -95,9 +95,7 @@ class HostTransport(Transport):
         )
 
 
-def _index(
-    transfers: Sequence[Transfer], slot: Callable[[Transfer], int], like: Tensor
-) -> Tensor:
+def _index(transfers: Sequence[Transfer], slot: Callable[[Transfer], int], like: Tensor) -> Tensor:
     return torch.tensor([slot(t) for t in transfers], dtype=torch.int64, device=like.device)
 
 

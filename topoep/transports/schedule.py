@@ -66,9 +66,7 @@ def rank_schedule(transfers: list[Transfer], rank: int, num_ranks: int) -> RankS
     """One rank's part of one stage."""
     sends = tuple(t for t in transfers if t.source == rank)
     receives = tuple(
-        sorted(
-            (t for t in transfers if t.target == rank), key=lambda t: (t.source, t.target_slot)
-        )
+        sorted((t for t in transfers if t.target == rank), key=lambda t: (t.source, t.target_slot))
     )
     send_splits = [0] * num_ranks
     recv_splits = [0] * num_ranks

@@ -1,0 +1,73 @@
+# Everything on a fresh machine with Python 3.10+ and a C++17 compiler:
+#   make demo    set up, build, and train a small MoE model with and without TopoEP
+#   make test    set up, build, and run all tests
+# Also: make test-slow, make lint, make bench, make clean.
+
+PYTHON ?= python3
+VENV ?= .venv
+# The pinned torch: a CPU or a CUDA build, as the package index offers for this machine.
+TORCH ?= torch==2.13.0
+
+PIP := $(VENV)/bin/pip --disable-pip-version-check install --quiet
+RUN := $(VENV)/bin/python
+TOOLS := numpy setuptools wheel ninja cmake pytest hypothesis scipy rich matplotlib \
+         ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5
+
+# What a build depends on; Python files are used in place.
+SOURCES := setup.py pyproject.toml tools/toolchain.py $(shell find csrc -type f)
+
+.PHONY: demo test test-slow lint format bench clean
+.DELETE_ON_ERROR:
+
+$(VENV)/tools.stamp: Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH) $(TOOLS)
+	touch $@
+
+# nvcc from its wheels, only where no toolkit is found: the tests compile the kernels.
+$(VENV)/nvcc.stamp: $(VENV)/tools.stamp
+	$(RUN) -c "import sys; sys.path.insert(0, 'tools'); import toolchain; \
+	           sys.exit(toolchain.find_cuda_home() is None)" \
+	  || $(PIP) 'nvidia-cuda-nvcc==13.0.88' 'nvidia-nvvm==13.0.88' 'nvidia-cuda-crt==13.0.88' \
+	            'nvidia-cuda-runtime==13.0.96' 'nvidia-cuda-cccl==13.0.*' \
+	  || echo "no nvcc for this machine: the compile gate will be skipped"
+	touch $@
+
+$(VENV)/build.stamp: $(VENV)/tools.stamp $(SOURCES)
+	$(PIP) --no-build-isolation --no-deps -e .
+	touch $@
+
+demo: $(VENV)/build.stamp
+	$(RUN) -m topoep.demo
+
+test: $(VENV)/build.stamp $(VENV)/nvcc.stamp
+	$(VENV)/bin/cmake -S . -B build/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \
+	    -DTOPOEP_SANITIZE=address,undefined >/dev/null
+	$(VENV)/bin/cmake --build build/cmake >/dev/null
+	$(VENV)/bin/ctest --test-dir build/cmake --output-on-failure
+	$(RUN) -m pytest --durations=15 -m "not slow and not gpu and not nccl"
+
+test-slow: $(VENV)/build.stamp $(VENV)/nvcc.stamp
+	TOPOEP_TEST_EXAMPLES=20 $(RUN) -m pytest --durations=15 -m "not gpu and not nccl"
+
+CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.cuh' '*.cu')
+
+lint: $(VENV)/tools.stamp
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
+	$(RUN) tools/check_layering.py
+
+format: $(VENV)/tools.stamp
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
+
+bench: $(VENV)/build.stamp
+	$(RUN) benchmarks/bench_histogram.py
+	$(RUN) benchmarks/bench_reroute.py
+	$(RUN) benchmarks/bench_solve.py
+
+clean:
+	rm -rf build topoep/_ops*.so
