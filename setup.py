@@ -3,7 +3,7 @@
 
 Environment variables (all optional):
     TOPOEP_CUDA       auto (default): kernels if torch is a CUDA build and nvcc fits it;
-                      1: required, also with a CPU build of torch (a full compile check); 0: left out
+                      1: required, even with a CPU build of torch (a compile check); 0: left out
     TOPOEP_NCCL       auto, 1 or 0, likewise for what needs the headers of NCCL >= 2.28
     TOPOEP_CUDA_ARCH  comma-separated SM versions, default 80,90,100 (those that nvcc knows)
     CUDA_HOME         the toolkit to use        TOPOEP_NCCL_HOME  a folder with include/nccl.h

@@ -133,7 +133,7 @@ class BalancedExperts(nn.Module):
         physical = [rerouted] if isinstance(rerouted, Tensor) else list(rerouted)
         rows = [plan if plan.rank == rank else plan.for_rank(rank) for rank in bal.held_ranks]
 
-        orders = [_sort_pairs(p, bal.num_physical_experts) for p in physical]
+        orders = [_sort_pairs(i, p, bal) for i, p in zip(ids, physical, strict=True)]
         send = [_rank_splits(row.host.send, bal.config.num_ranks) for row in rows]
         recv = [row.host.recv.sum(1).tolist() for row in rows]
         tokens = [
@@ -201,20 +201,22 @@ def _check_plan_is_for(plan: Plan, ids: Sequence[Tensor], bal: Balancer) -> None
             )
 
 
-def _sort_pairs(physical: Tensor, num_physical: int) -> tuple[Tensor, Tensor]:
+def _sort_pairs(ids: Tensor, physical: Tensor, bal: Balancer) -> tuple[Tensor, Tensor]:
     """Orders (token, k) pairs by physical id, then by token; pairs without an expert last.
+
+    Which pairs have one is seen from the routed ids: an id out of range is passed through by
+    reroute, and may look like a physical id afterwards.
 
     Returns:
         int64 ``[T * K]``: the pair of each row, and int64 ``[T, K]``: the row of each pair, -1 for
         pairs without an expert.
     """
-    flat = physical.flatten()
-    valid = (flat >= 0) & (flat < num_physical)
-    key = torch.where(valid, flat, num_physical)
+    valid = (ids >= 0) & (ids < bal.num_experts)
+    key = torch.where(valid, physical, bal.num_physical_experts).flatten()
     pair_of_row = torch.argsort(key, stable=True)
     row_of_pair = torch.empty_like(pair_of_row)
-    row_of_pair[pair_of_row] = torch.arange(len(pair_of_row), device=flat.device)
-    return pair_of_row, torch.where(valid, row_of_pair, -1).view(physical.shape)
+    row_of_pair[pair_of_row] = torch.arange(len(pair_of_row), device=ids.device)
+    return pair_of_row, torch.where(valid, row_of_pair.view(ids.shape), -1)
 
 
 def _rank_splits(send: npt.NDArray[np.int32], num_ranks: int) -> list[int]:

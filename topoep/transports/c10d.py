@@ -55,16 +55,17 @@ class C10dTransport(HostTransport):
         """See :meth:`Transport.gather_config`."""
         if self.backend == "nccl":
             values = values.cuda()
-        gathered = values.new_empty((self.topology.num_ranks, values.numel()))
-        dist.all_gather_into_tensor(gathered, values, group=self.group)
-        return gathered.cpu()
+        return self._all_gather(values).cpu()
 
     def exchange(self, counts: Sequence[Tensor]) -> Tensor:
         """See :meth:`Transport.exchange`."""
-        (mine,) = counts
-        gathered = mine.new_empty((self.topology.num_ranks, mine.numel()))
-        dist.all_gather_into_tensor(gathered, mine, group=self.group)
-        return gathered
+        return self._all_gather(counts[0])
+
+    def _all_gather(self, values: Tensor) -> Tensor:
+        """``[R, F]`` from every rank's ``[F]``."""
+        gathered = values.new_empty(self.topology.num_ranks * values.numel())
+        dist.all_gather_into_tensor(gathered, values, group=self.group)
+        return gathered.view(self.topology.num_ranks, -1)
 
     def all_to_all(
         self,
