@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of one solve against R, E and S; a table, JSON and a plot.
+
+#wrong counts plans that break a rule or that differ from a second solve of the same counts.
+"""
+
+from __future__ import annotations
+
+import torch
+from common import RESULTS, lognormal_counts, parse_arguments, report, time_us
+
+import topoep
+from topoep.portfolio import default_candidates
+
+SEEDS = range(3)
+SHAPES = [
+    # R, E, S
+    (8, 64, 2),
+    (16, 128, 2),
+    (32, 128, 2),
+    (32, 256, 2),
+    (64, 128, 2),
+    (64, 256, 1),
+    (64, 256, 2),
+    (64, 256, 4),
+    (64, 512, 2),
+    (128, 256, 2),
+    (128, 512, 2),
+    (256, 512, 2),
+    (256, 1024, 2),
+    (512, 1024, 2),
+    (1024, 1024, 2),
+]
+
+
+def measure(ranks: int, experts: int, spare: int, device: str) -> dict[str, object]:
+    """One row: the default candidates, and a single one, for 8-rank nodes at 1 % tolerance."""
+    topology = topoep.Topology(num_nodes=max(ranks // 8, 1), ranks_per_node=min(ranks, 8))
+    wrong = 0
+    times: dict[str, list[float]] = {"all": [], "one": []}
+    lists = {"all": None, "one": [topoep.Candidate("mean+1%", "H22112")]}
+    imbalance = []
+    for seed in SEEDS:
+        counts = lognormal_counts(ranks, experts, seed).to(device)
+        for name, candidates in lists.items():
+
+            def solve(counts=counts, candidates=candidates):
+                return topoep.solve(counts, topology, spare, candidates=candidates)
+
+            plan, again = solve(), solve()
+            wrong += not torch.equal(plan.slot_tokens, again.slot_tokens)
+            if ranks <= 128:  # the check on the host takes long for large plans
+                try:
+                    plan.validate()
+                except ValueError:
+                    wrong += 1
+            times[name].append(time_us(solve, device, budget_s=0.3))
+            if name == "all":
+                imbalance.append(float(plan.stats()["imbalance"]))
+    return {
+        "R": ranks,
+        "E": experts,
+        "S": spare,
+        "one candidate us": sum(times["one"]) / len(SEEDS),
+        f"{len(default_candidates(topoep.Balance()))} candidates us": sum(times["all"])
+        / len(SEEDS),
+        "imbalance": f"{max(imbalance):.4f}",
+        "#wrong": wrong,
+    }
+
+
+def plot(rows: list[dict[str, object]], device: str) -> None:
+    """Time against R, a line per E, on logarithmic axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    column = next(name for name in rows[0] if name.endswith("candidates us"))
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for experts in sorted({row["E"] for row in rows}):
+        line = [row for row in rows if row["E"] == experts and row["S"] == 2]
+        if len(line) > 1:
+            axes.plot(
+                [row["R"] for row in line],
+                [row[column] / 1e3 for row in line],
+                marker="o",
+                label=f"E = {experts}",
+            )
+    axes.set(
+        xscale="log", yscale="log", xlabel="ranks R", ylabel="milliseconds",
+        title=f"One solve, S = 2, {column.removesuffix(' us')} ({device})",
+    )  # fmt: skip
+    axes.set_xticks(
+        sorted({row["R"] for row in rows}), labels=sorted({row["R"] for row in rows})
+    )
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(RESULTS / f"bench_solve_{device}.png", dpi=120)
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    rows = [measure(*shape, arguments.device) for shape in SHAPES]
+    report("bench_solve", arguments, rows)
+    plot(rows, arguments.device)
+
+
+if __name__ == "__main__":
+    main()
