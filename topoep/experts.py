@@ -90,10 +90,20 @@ class BalancedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the weights as torch.nn.Linear does, each rank its own experts."""
+        """Draws the weights as torch.nn.Linear does.
+
+        An expert's weights follow from torch's seed and the expert's number: ranks with the same
+        seed get different experts, and the model does not depend on the number of ranks.
+        """
+        bal = self.balancer
+        home = bal.config.experts_per_rank
+        experts = [rank * home + i for rank in bal.held_ranks for i in range(home)]
         for parameter in (self.gate_up_proj, self.down_proj):
+            seed = int(torch.randint(2**62, ()))
             bound = parameter.shape[-1] ** -0.5
-            nn.init.uniform_(parameter, -bound, bound)
+            for weight, expert in zip(parameter.detach(), experts, strict=True):
+                generator = torch.Generator(weight.device).manual_seed(seed + expert)
+                weight.uniform_(-bound, bound, generator=generator)
 
     def forward(
         self,

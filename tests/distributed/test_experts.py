@@ -293,6 +293,17 @@ def test_nothing_is_added_to_the_state_dict():
     assert list(layer.buffers()) == []
 
 
+def test_initial_weights_depend_on_the_seed_and_the_expert_only():
+    drawn = []
+    for ranks in (1, 2, 4):
+        torch.manual_seed(7)
+        topology = topoep.Topology(num_nodes=1, ranks_per_node=ranks)
+        drawn.append(topoep.BalancedExperts(4, HIDDEN, WIDTH, topology=topology).down_proj)
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0][0], drawn[0][1])
+
+
 def test_padding_and_ids_out_of_range_add_nothing():
     topology = topoep.Topology(num_nodes=2, ranks_per_node=1)
     layer = topoep.BalancedExperts(4, HIDDEN, WIDTH, topology=topology, dtype=torch.float64)

@@ -175,7 +175,7 @@ def test_processes_sum_gradients_like_simulated_ranks(table):
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-CALLS = ("all_gather_into_tensor", "all_to_all_single", "all_gather_object", "all_reduce")
+CALLS = ("all_gather_single", "all_to_all_single", "all_gather_object", "all_reduce")
 
 
 def log_collectives() -> list[str]:
@@ -215,7 +215,7 @@ def test_collectives_per_step_do_not_depend_on_the_data():
     first = by_rank[0][0]
     # Counts; dispatch, weights in two stages, combine. Backward: combine, gradients in two stages,
     # dispatch. The slots still hold the weights: a single layer need not fetch them again.
-    assert sorted(first) == ["all_gather_into_tensor"] + ["all_to_all_single"] * 8
+    assert sorted(first) == ["all_gather_single"] + ["all_to_all_single"] * 8
     assert all(step == first for steps in by_rank for step in steps)
 
 
@@ -243,7 +243,7 @@ def test_a_recomputation_adds_no_collective_of_its_own():
     """It sends the tokens again, as any expert-parallel layer does; the plan and the weights that
     backward would fetch anyway are not fetched twice."""
     for plain, recomputed in run_ranks(4, collectives_of_a_recomputation):
-        assert recomputed.count("all_gather_into_tensor") == plain.count("all_gather_into_tensor")
+        assert recomputed.count("all_gather_single") == plain.count("all_gather_single") == 1
         dispatch_and_combine = 2
         extra = recomputed.count("all_to_all_single") - plain.count("all_to_all_single")
         assert extra <= dispatch_and_combine

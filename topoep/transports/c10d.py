@@ -64,7 +64,9 @@ class C10dTransport(HostTransport):
     def _all_gather(self, values: Tensor) -> Tensor:
         """``[R, F]`` from every rank's ``[F]``."""
         gathered = values.new_empty(self.topology.num_ranks * values.numel())
-        dist.all_gather_into_tensor(gathered, values, group=self.group)
+        # The newer name of the same call, where torch has it: the older one warns there.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(gathered, values, group=self.group)
         return gathered.view(self.topology.num_ranks, -1)
 
     def all_to_all(
