@@ -91,9 +91,7 @@ def plot(rows: list[dict[str, object]], device: str) -> None:
         xscale="log", yscale="log", xlabel="ranks R", ylabel="milliseconds",
         title=f"One solve, S = 2, {column.removesuffix(' us')} ({device})",
     )  # fmt: skip
-    axes.set_xticks(
-        sorted({row["R"] for row in rows}), labels=sorted({row["R"] for row in rows})
-    )
+    axes.set_xticks(sorted({row["R"] for row in rows}), labels=sorted({row["R"] for row in rows}))
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from topoep import ops
 from topoep._version import __version__
-from topoep.objective import Balance, Objective
-from topoep.plan import Plan, PlanConfig, check_counts, make_plan
-from topoep.portfolio import EMPTY_PLAN, Candidate, default_candidates
+from topoep.checks import check_type
+from topoep.objective import Objective, check_objective
+from topoep.plan import MAX_TOKENS, Plan, PlanConfig, check_counts, make_plan
+from topoep.portfolio import Candidate, choose_candidates
 from topoep.recompute import PlanHistory, Replay, in_backward
 from topoep.replicas import Lease, SlotBuffer, release, replicate
 from topoep.topology import Topology
@@ -25,7 +26,7 @@ from topoep.transports import make_transport
 from topoep.transports.base import Weights
 
 MAX_TOP_K = 64  # kMaxTopK in csrc/core/limits.h
-MAX_TOKENS = 2**31 - 1  # kMaxTokens
+MAX_TENSORS = 16  # kMaxRowParts: weight tensors per expert
 
 REPLICA_POLICIES = ("refetch", "keep")
 
@@ -90,21 +91,21 @@ class Balancer:
         replica_policy: str = "refetch",
         candidates: Sequence[Candidate] | None = None,
     ) -> None:
-        objective = Balance() if objective is None else objective
-        self.transport = make_transport(transport, topology, group)
-        problem: ValueError | None = None
+        self.transport = make_transport(
+            transport, check_type(topology, Topology, "topology"), group
+        )
+        problem: Exception | None = None
         try:
+            objective = check_objective(objective)
             self.config = PlanConfig(topology, num_experts, spare_slots, objective)
             if replica_policy not in REPLICA_POLICIES:
                 raise ValueError(
                     f"replica_policy={replica_policy!r}; expected one of "
                     f"{', '.join(REPLICA_POLICIES)}"
                 )
-            self._candidates = (
-                default_candidates(objective) if candidates is None else (EMPTY_PLAN, *candidates)
-            )
+            self._candidates = choose_candidates(objective, candidates)
             fields = self._fingerprint(replica_policy)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             problem, fields = error, dict.fromkeys(_FIELDS, 0)
         # A rank with a bad argument still takes part, so that the others do not wait for it.
         gathered = self.transport.gather_config(torch.tensor([fields[f] for f in _FIELDS]))
@@ -353,9 +354,7 @@ class Balancer:
     # ---- checks --------------------------------------------------------------------------------
 
     def _check_plan(self, plan: Plan) -> None:
-        if not isinstance(plan, Plan):
-            raise TypeError(f"plan is a {type(plan).__name__}; expected a topoep.Plan")
-        if plan.owner is not self:
+        if check_type(plan, Plan, "plan").owner is not self:
             made_by = "topoep.solve" if plan.owner is None else "another Balancer"
             raise ValueError(
                 f"the plan was made by {made_by}; use this balancer's plan() or plan_from_counts()"
@@ -364,15 +363,13 @@ class Balancer:
     def _held(self, value: TensorOrList, name: str) -> tuple[Tensor, ...]:
         """The argument as one tensor per held rank."""
         if self.transport.name == "local":
-            if isinstance(value, Tensor) or len(value) != len(self.held_ranks):
+            if not isinstance(value, (list, tuple)) or len(value) != len(self.held_ranks):
                 raise ValueError(
                     f"{name}: transport 'local' simulates {len(self.held_ranks)} ranks and takes a "
                     "list with a tensor for each"
                 )
             return tuple(value)
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} is a {type(value).__name__}; expected a torch.Tensor")
-        return (value,)
+        return (check_type(value, Tensor, name),)
 
     def _like(self, given: TensorOrList, result: list[Tensor]) -> TensorOrList:
         return result[0] if isinstance(given, Tensor) else result
@@ -393,8 +390,11 @@ class Balancer:
                 raise TypeError(f"{name} is a {type(value).__name__}; expected a tuple of tensors")
             per_rank = [cast(Weights, tuple(value))]
         for tensors in per_rank:
-            if not tensors:
-                raise ValueError(f"{name} is empty; expected at least one tensor")
+            if not 1 <= len(tensors) <= MAX_TENSORS:
+                raise ValueError(
+                    f"{name} has {len(tensors)} tensors; expected 1 to {MAX_TENSORS} "
+                    "(kMaxRowParts); call replicate several times for more"
+                )
             for tensor in tensors:
                 if not isinstance(tensor, Tensor):
                     raise TypeError(
@@ -459,9 +459,7 @@ def _check_agreement(values: Tensor) -> None:
 
 
 def _check_ids(ids: Tensor, num_ranks: int) -> None:
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"topk_ids is a {type(ids).__name__}; expected a torch.Tensor")
-    if ids.dtype not in (torch.int32, torch.int64):
+    if check_type(ids, Tensor, "topk_ids").dtype not in (torch.int32, torch.int64):
         raise TypeError(
             f"topk_ids has dtype {ids.dtype}; expected int32 or int64 (ids.to(torch.int64))"
         )

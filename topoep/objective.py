@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from topoep.checks import check_int
+
 PARTS_PER_MILLION = 1_000_000
 _BALANCE, _EVEN = 0, 1  # ObjectiveKind in csrc/core/objective.h
 _MAX_CROSS_WEIGHT = 1024
 
 
 def _check_weight(cross_weight: int) -> None:
+    check_int(cross_weight, "cross_weight")
     if not 1 <= cross_weight <= _MAX_CROSS_WEIGHT:
         raise ValueError(
             f"cross_weight={cross_weight}: a copy between nodes costs 1 to {_MAX_CROSS_WEIGHT} "
@@ -74,3 +77,14 @@ class Even:
 
 
 Objective = Balance | Even
+
+
+def check_objective(objective: Objective | None) -> Objective:
+    """The objective, ``Balance()`` for None; raises TypeError for anything else."""
+    if objective is None:
+        return Balance()
+    if not isinstance(objective, Objective):
+        raise TypeError(
+            f"objective is a {type(objective).__name__}; expected topoep.Balance or topoep.Even"
+        )
+    return objective

@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 
 from topoep import ops
-from topoep.objective import Balance, Objective
-from topoep.portfolio import Candidate, default_candidates
+from topoep.checks import check_int, check_type
+from topoep.objective import Objective, check_objective
+from topoep.portfolio import Candidate, choose_candidates
 from topoep.topology import Topology
-from topoep.validate import validate_plan
+from topoep.validate import PlanArrays, validate_plan
 
 if TYPE_CHECKING:
     from topoep.replicas import Lease
 
 MAX_EXPERTS = 4096  # kMaxExperts in csrc/core/limits.h
 MAX_SPARE_SLOTS = 16  # kMaxSpareSlots
+MAX_TOKENS = 2**31 - 1  # kMaxTokens
 
 _next_token = itertools.count()
 
@@ -40,7 +42,9 @@ class PlanConfig:
     objective: Objective
 
     def __post_init__(self) -> None:
-        ranks = self.topology.num_ranks
+        ranks = check_type(self.topology, Topology, "topology").num_ranks
+        check_int(self.num_experts, "num_experts")
+        check_int(self.spare_slots, "spare_slots")
         if not 1 <= self.num_experts <= MAX_EXPERTS:
             raise ValueError(
                 f"num_experts={self.num_experts}; expected 1 to {MAX_EXPERTS} (kMaxExperts)"
@@ -55,6 +59,11 @@ class PlanConfig:
             raise ValueError(
                 f"spare_slots={self.spare_slots}; expected 0 to {MAX_SPARE_SLOTS} (kMaxSpareSlots)"
             )
+
+    def check_rank(self, rank: int) -> None:
+        """Raises TypeError or ValueError for what is no rank."""
+        if not 0 <= check_int(rank, "rank") < self.num_ranks:
+            raise ValueError(f"rank {rank}; expected 0 to {self.num_ranks - 1}")
 
     @property
     def num_ranks(self) -> int:
@@ -155,8 +164,7 @@ class Plan:
 
     def for_rank(self, rank: int) -> Plan:
         """The same plan with the row and column of another rank."""
-        if not 0 <= rank < self.config.num_ranks:
-            raise ValueError(f"rank {rank}; expected 0 to {self.config.num_ranks - 1}")
+        self.config.check_rank(rank)
         width = self.config.slots_per_rank
         send = self._split[rank]
         recv = self._split[:, rank * width : (rank + 1) * width].contiguous()
@@ -207,14 +215,20 @@ class Plan:
         Raises:
             ValueError: names the broken rule and the first place that breaks it.
         """
-        validate_plan(
+        arrays = PlanArrays(
             node_of_rank=self.config.topology.node_of_rank,
             counts=self.counts.cpu().numpy(),
             slot_expert=self.slot_expert.cpu().numpy(),
             slot_source=self.slot_source.cpu().numpy(),
             slot_tokens=self.slot_tokens.cpu().numpy(),
-            split=self._split.cpu().numpy(),
+            split=lambda: self._split.cpu().numpy(),
+            copy_offsets=self.copy_offsets.cpu().numpy(),
+            copy_slots=self.copy_slots.cpu().numpy(),
+            rank=self.rank,
+            send=None if self.send is None else self.send.cpu().numpy(),
+            recv=None if self.recv is None else self.recv.cpu().numpy(),
         )
+        validate_plan(arrays)
 
 
 def make_plan(
@@ -261,17 +275,23 @@ def check_counts(counts: Tensor, config: PlanConfig) -> None:
 
     The values are looked at on the CPU only; on a GPU that would mean waiting for it.
     """
-    if not isinstance(counts, Tensor):
-        raise TypeError(f"counts is a {type(counts).__name__}; expected a torch.Tensor")
+    check_type(counts, Tensor, "counts")
     if counts.dtype != torch.int32:
         raise TypeError(f"counts has dtype {counts.dtype}; expected int32 (counts.to(torch.int32))")
     expected = (config.num_ranks, config.num_experts)
     if tuple(counts.shape) != expected:
         raise ValueError(f"counts has shape {tuple(counts.shape)}; expected [R, E] = {expected}")
-    if counts.device.type == "cpu" and counts.numel() and int(counts.min()) < 0:
+    if counts.device.type != "cpu":
+        return
+    if counts.numel() and int(counts.min()) < 0:
         where = [int(i) for i in torch.nonzero(counts < 0)[0]]
         raise ValueError(
             f"counts{where} is {int(counts[tuple(where)])}; token counts must not be negative"
+        )
+    if int(counts.sum()) > MAX_TOKENS:
+        raise ValueError(
+            f"counts sum to {int(counts.sum())} tokens; one plan covers at most {MAX_TOKENS} "
+            "(kMaxTokens): plan a smaller microbatch"
         )
 
 
@@ -302,16 +322,12 @@ def solve(
         ValueError: counts does not fit the topology or holds a negative number, E does not divide
             over R, or a limit is exceeded (the message names it).
     """
-    objective = Balance() if objective is None else objective
-    if not isinstance(counts, Tensor):
-        raise TypeError(f"counts is a {type(counts).__name__}; expected a torch.Tensor")
+    objective = check_objective(objective)
+    check_type(counts, Tensor, "counts")
     if counts.dim() != 2:
         raise ValueError(f"counts has shape {tuple(counts.shape)}; expected [R, E]")
     config = PlanConfig(topology, counts.shape[1], spare_slots, objective)
     check_counts(counts, config)
-    if rank is not None and not 0 <= rank < topology.num_ranks:
-        raise ValueError(f"rank {rank}; expected 0 to {topology.num_ranks - 1}")
-    tried = (
-        default_candidates(objective) if candidates is None else (Candidate("none"), *candidates)
-    )
-    return make_plan(config, counts, tried, rank)
+    if rank is not None:
+        config.check_rank(rank)
+    return make_plan(config, counts, choose_candidates(objective, candidates), rank)

@@ -8,9 +8,14 @@ SMs of the GPU are idle anyway, so every candidate is solved and an integer key 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from topoep.objective import PARTS_PER_MILLION, Balance, Objective
+from topoep.topology import MAX_RANKS
+
+MAX_CANDIDATES = 256  # kMaxCandidates in csrc/core/limits.h
+MAX_PERCENT = 100_000  # kMaxPartsPerMillion
 
 # CapRule in csrc/core/policy.h
 _NO_COPIES, _ABOVE_MEAN, _ABOVE_NODE, _AT_RANK_LOAD = range(4)
@@ -37,6 +42,9 @@ class Candidate:
     cap: str
     policy: str = "F"
 
+    def __post_init__(self) -> None:
+        self.pack()
+
     def pack(self) -> int:
         """The candidate as one integer, as the solve op takes it (csrc/core/policy.h)."""
         rule, value = self._parse_cap()
@@ -47,8 +55,12 @@ class Candidate:
             return _NO_COPIES, 0
         if match := re.fullmatch(r"(mean|node)\+(\d+(?:\.\d+)?)%", self.cap):
             rule = _ABOVE_MEAN if match[1] == "mean" else _ABOVE_NODE
+            if float(match[2]) > MAX_PERCENT:
+                raise ValueError(f"cap {self.cap!r}: expected at most {MAX_PERCENT} %")
             return rule, round(float(match[2]) * PARTS_PER_MILLION / 100)
         if match := re.fullmatch(r"load#([1-9]\d*)", self.cap):
+            if int(match[1]) > MAX_RANKS:
+                raise ValueError(f"cap {self.cap!r}: expected load#1 to load#{MAX_RANKS}")
             return _AT_RANK_LOAD, int(match[1])
         raise ValueError(f"cap {self.cap!r}: expected 'mean+1%', 'node+1%', 'load#5' or 'none'")
 
@@ -109,3 +121,27 @@ def default_candidates(objective: Objective) -> tuple[Candidate, ...]:
         cap = f"mean+{objective.tolerance * 100:.4f}%"
         return (EMPTY_PLAN, *(Candidate(cap, policy) for policy in POLICIES), *GENERAL[:24])
     return (EMPTY_PLAN, *GENERAL)
+
+
+def choose_candidates(
+    objective: Objective, candidates: Sequence[Candidate] | None
+) -> tuple[Candidate, ...]:
+    """The given candidates, or the default ones, behind the empty plan.
+
+    Raises:
+        TypeError: something that is no Candidate.
+        ValueError: more than a solve can take.
+    """
+    if candidates is None:
+        return default_candidates(objective)
+    for candidate in candidates:
+        if not isinstance(candidate, Candidate):
+            raise TypeError(
+                f"candidates holds a {type(candidate).__name__}; expected topoep.Candidate"
+            )
+    if len(candidates) >= MAX_CANDIDATES:
+        raise ValueError(
+            f"{len(candidates)} candidates; expected at most {MAX_CANDIDATES - 1} besides the "
+            "empty plan (kMaxCandidates)"
+        )
+    return (EMPTY_PLAN, *candidates)

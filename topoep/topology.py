@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from topoep.checks import check_int
+
 MAX_RANKS = 1024  # kMaxRanks in csrc/core/limits.h
 
 
@@ -55,6 +57,8 @@ class Topology:
                     "Topology needs num_nodes and ranks_per_node, or node_of_rank (a node for "
                     "every rank)"
                 )
+            check_int(num_nodes, "num_nodes")
+            check_int(ranks_per_node, "ranks_per_node")
             if num_nodes < 1 or ranks_per_node < 1:
                 raise ValueError(
                     f"num_nodes={num_nodes} and ranks_per_node={ranks_per_node}: both must be at "
@@ -63,7 +67,7 @@ class Topology:
             node_of_rank = [rank // ranks_per_node for rank in range(num_nodes * ranks_per_node)]
         elif num_nodes is not None or ranks_per_node is not None:
             raise ValueError("give num_nodes and ranks_per_node, or node_of_rank, not both")
-        nodes = [int(node) for node in node_of_rank]
+        nodes = [check_int(node, "a node of node_of_rank") for node in node_of_rank]
         if not 1 <= len(nodes) <= MAX_RANKS:
             raise ValueError(f"{len(nodes)} ranks; expected 1 to {MAX_RANKS} (kMaxRanks)")
         dense = {node: i for i, node in enumerate(sorted(set(nodes)))}

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,34 +13,56 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.integer]
 
 
-class _Rules:
-    """The arrays of one plan, and a method per rule."""
+@dataclass(frozen=True)
+class PlanArrays:
+    """A plan on the host; shapes as in :class:`topoep.Plan`."""
 
-    def __init__(
-        self,
-        node_of_rank: Sequence[int],
-        counts: IntArray,
-        slot_expert: IntArray,
-        slot_source: IntArray,
-        slot_tokens: IntArray,
-        split: IntArray,
-    ) -> None:
-        self.node = np.asarray(node_of_rank)
-        self.counts = counts.astype(np.int64)
-        self.slot_expert = slot_expert
-        self.slot_source = slot_source
-        self.slot_tokens = slot_tokens.astype(np.int64)
-        self.split = split.astype(np.int64)
-        self.ranks, self.experts = counts.shape
+    node_of_rank: Sequence[int]
+    counts: IntArray
+    slot_expert: IntArray
+    slot_source: IntArray
+    slot_tokens: IntArray
+    copy_offsets: IntArray
+    copy_slots: IntArray
+    rank: int | None
+    send: IntArray | None
+    recv: IntArray | None
+    #: Computes ``[R, P]``; called once the slots are known to make sense.
+    split: Callable[[], IntArray]
+
+
+class _Rules:
+    """A method per rule: None, or what breaks it."""
+
+    def __init__(self, plan: PlanArrays) -> None:
+        self.plan = plan
+        self.node = np.asarray(plan.node_of_rank)
+        self.counts = plan.counts.astype(np.int64)
+        self.slot_expert = plan.slot_expert
+        self.slot_source = plan.slot_source
+        self.slot_tokens = plan.slot_tokens.astype(np.int64)
+        self.ranks, self.experts = plan.counts.shape
         self.home_slots = self.experts // self.ranks
-        self.width = self.home_slots + slot_expert.shape[1]
+        self.width = self.home_slots + plan.slot_expert.shape[1]
         # expert behind every physical id, -1 for empty slots
         home = np.arange(self.experts).reshape(self.ranks, self.home_slots)
-        self.expert_of = np.concatenate([home, slot_expert], axis=1).reshape(-1)
+        self.expert_of = np.concatenate([home, plan.slot_expert], axis=1).reshape(-1)
+
+    @functools.cached_property
+    def split(self) -> IntArray:
+        return self.plan.split().astype(np.int64)
 
     def slots_hold_experts(self) -> str | None:
         bad = (self.slot_expert < -1) | (self.slot_expert >= self.experts)
         return f"slot {_first(bad)} holds an id that is no expert" if bad.any() else None
+
+    def tokens_fit_slots(self) -> str | None:
+        bad = (self.slot_tokens < 0) | ((self.slot_expert < 0) & (self.slot_tokens != 0))
+        if not bad.any():
+            return None
+        rank, slot = _first(bad)
+        state = "an empty slot" if self.slot_expert[rank, slot] < 0 else "the copy"
+        return f"{state} in slot [{rank}, {slot}] serves {self.slot_tokens[rank, slot]} tokens"
 
     def one_holder_per_rank(self) -> str | None:
         for rank in range(self.ranks):
@@ -95,6 +119,32 @@ class _Rules:
             f"is {self.slot_tokens[rank, slot]}"
         )
 
+    def copies_are_listed(self) -> str | None:
+        order = np.lexsort((np.arange(self.ranks), self.node))  # node by node
+        physical = np.arange(self.ranks * self.width).reshape(self.ranks, self.width)
+        spare = physical[order, self.home_slots :].reshape(-1)
+        for expert in range(self.experts):
+            begin, end = self.plan.copy_offsets[expert : expert + 2]
+            listed = self.plan.copy_slots[begin:end].tolist()
+            held = [int(p) for p in spare if self.expert_of[p] == expert]
+            if listed != held:
+                return f"the copies of expert {expert} are {held}, listed are {listed}"
+        rest = self.plan.copy_slots[self.plan.copy_offsets[-1] :]
+        if (rest != -1).any():
+            return f"copy_slots holds {rest[rest != -1][0]} beyond the last copy"
+        return None
+
+    def row_and_column_are_the_split(self) -> str | None:
+        rank = self.plan.rank
+        if rank is None or self.plan.send is None or self.plan.recv is None:
+            return None
+        if (self.plan.send != self.split[rank]).any():
+            return f"send{_first(self.plan.send != self.split[rank])} is not that of rank {rank}"
+        column = self.split[:, rank * self.width : (rank + 1) * self.width]
+        if (self.plan.recv != column).any():
+            return f"recv{_first(self.plan.recv != column)} is not that of rank {rank}"
+        return None
+
     def never_worse(self) -> str | None:
         before = self.counts.sum(0).reshape(self.ranks, self.home_slots).sum(1).max()
         after = self.split.sum(0).reshape(self.ranks, self.width).sum(1).max()
@@ -107,24 +157,20 @@ def _first(mask: npt.NDArray[np.bool_]) -> tuple[int, ...]:
 
 _RULES = {
     "a spare slot holds an expert or -1": _Rules.slots_hold_experts,
+    "a copy serves tokens, an empty slot none": _Rules.tokens_fit_slots,
     "at most one copy of an expert on a rank": _Rules.one_holder_per_rank,
     "a copy comes from its home or the first holder of its node": _Rules.sources_hold_the_expert,
     "quotas of every rank and expert sum to the counts": _Rules.quotas_are_counts,
     "a copy serves the tokens its slot says": _Rules.copies_serve_their_quota,
     "never worse than no copies": _Rules.never_worse,
+    "the copies of an expert are listed node by node": _Rules.copies_are_listed,
+    "send and recv are the row and column of the rank": _Rules.row_and_column_are_the_split,
 }
 
 
-def validate_plan(
-    node_of_rank: Sequence[int],
-    counts: IntArray,
-    slot_expert: IntArray,
-    slot_source: IntArray,
-    slot_tokens: IntArray,
-    split: IntArray,
-) -> None:
-    """Raises ValueError naming the first broken rule; shapes as in :class:`topoep.Plan`."""
-    rules = _Rules(node_of_rank, counts, slot_expert, slot_source, slot_tokens, split)
+def validate_plan(plan: PlanArrays) -> None:
+    """Raises ValueError naming the first broken rule."""
+    rules = _Rules(plan)
     for name, broken in _RULES.items():
         problem = broken(rules)
         if problem is not None:

@@ -107,6 +107,21 @@ HistogramCall prepare_histogram(const Tensor& ids, int64_t num_experts) {
     return call;
 }
 
+void check_topology(const char* op, const Shape& shape, const TopologyView& topology) {
+    bool fits =
+        topology.node_begin[0] == 0 && topology.node_begin[shape.num_nodes] == shape.num_ranks;
+    for (int n = 0; fits && n < shape.num_nodes; ++n) {
+        fits = topology.node_begin[n] < topology.node_begin[n + 1];
+        for (int p = topology.node_begin[n]; fits && p < topology.node_begin[n + 1]; ++p) {
+            const int rank = topology.rank_at[p];
+            fits = rank >= 0 && rank < shape.num_ranks && topology.position_of[rank] == p &&
+                   topology.node_at[p] == n;
+        }
+    }
+    TOPOEP_CHECK(fits, op, ": the topology table is not one of ", shape.num_ranks, " ranks on ",
+                 shape.num_nodes, " nodes; take it from Topology.table()");
+}
+
 SolveCall prepare_solve(const Tensor& counts, const Tensor& topology, int64_t spare_slots,
                         const std::vector<int64_t>& candidates,
                         const std::vector<int64_t>& objective, int64_t rank) {
@@ -119,10 +134,14 @@ SolveCall prepare_solve(const Tensor& counts, const Tensor& topology, int64_t sp
                  "solve: candidate 0 must be the empty plan");
     checked_int("solve", "number of candidates", static_cast<int64_t>(candidates.size()), 1,
                 kMaxCandidates, "kMaxCandidates");
+    for (const int64_t packed : candidates) {
+        TOPOEP_CHECK(is_valid_candidate(packed), "solve: ", packed,
+                     " is not a packed candidate; take it from Candidate.pack()");
+    }
     TOPOEP_CHECK(objective.size() == 3, "solve: objective has ", objective.size(),
                  " numbers, expected 3");
     checked_int("solve", "objective kind", objective[0], kBalance, kEven, "see Balance, Even");
-    checked_int("solve", "tolerance_ppm", objective[1], 0, 1000000000, "0 to 1000 x the mean");
+    checked_int("solve", "tolerance_ppm", objective[1], 0, kMaxPartsPerMillion, "1000 x the mean");
     checked_int("solve", "cross_weight", objective[2], 1, 1024, "copies inside a node");
 
     const int64_t ranks = shape.num_ranks;

@@ -54,6 +54,9 @@ struct SolveCall {
     }
 };
 // objective = [kind, tolerance in parts per million, weight of a copy between nodes].
+// Reads the table, so only for the CPU: ranks, positions and nodes are those of a topology.
+void check_topology(const char* op, const Shape& shape, const TopologyView& topology);
+
 SolveCall prepare_solve(const Tensor& counts, const Tensor& topology, int64_t spare_slots,
                         const std::vector<int64_t>& candidates,
                         const std::vector<int64_t>& objective, int64_t rank);

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // CPU implementations of the ops.
 #include "bindings/calls.h"
+
+#include <algorithm>
+
 #include "cpu/histogram.h"
 #include "cpu/reroute.h"
 #include "cpu/rows.h"
@@ -8,6 +11,17 @@
 
 namespace topoep::bindings {
 namespace {
+
+// Indices from outside must not reach memory unchecked; on the CPU looking costs next to nothing.
+template <class T>
+void check_values(const char* op, const char* name, const Tensor& tensor, int64_t low,
+                  int64_t high) {
+    const T* values = data<const T>(tensor);
+    for (int64_t i = 0; i < tensor.numel(); ++i) {
+        TOPOEP_CHECK(values[i] >= low && values[i] < high, op, ": ", name, "[", i, "] is ",
+                     values[i], ", expected ", low, " to ", high - 1);
+    }
+}
 
 std::tuple<Tensor, Tensor> histogram(const Tensor& ids, int64_t num_experts) {
     HistogramCall call = prepare_histogram(ids, num_experts);
@@ -24,6 +38,7 @@ SolveCall::Outputs solve(const Tensor& counts, const Tensor& topology, int64_t s
                          std::vector<int64_t> candidates, std::vector<int64_t> objective,
                          int64_t rank) {
     SolveCall call = prepare_solve(counts, topology, spare_slots, candidates, objective, rank);
+    check_topology("solve", call.problem.shape, call.problem.topology);
     // A candidate takes tens of microseconds, about what it costs to wake a thread.
     constexpr int64_t kCandidatesPerThread = 8;
     solve_cpu(call.problem, candidates, call.plan, [](int64_t count, const auto& body) {
@@ -35,6 +50,9 @@ SolveCall::Outputs solve(const Tensor& counts, const Tensor& topology, int64_t s
 Tensor split(const Tensor& counts, const Tensor& topology, const Tensor& slot_expert,
              const Tensor& slot_tokens) {
     SplitCall call = prepare_split(counts, topology, slot_expert, slot_tokens);
+    check_topology("split", call.shape, call.view);
+    check_values<int32_t>("split", "slot_expert", call.slot_expert, -1, call.shape.num_experts);
+    check_values<int32_t>("split", "slot_tokens", call.slot_tokens, 0, kMaxTokens + 1);
     split_cpu(call.shape, call.view, data<int32_t>(call.counts), data<int32_t>(call.slot_expert),
               data<int32_t>(call.slot_tokens), data<int32_t>(call.split));
     return call.split;
@@ -43,6 +61,10 @@ Tensor split(const Tensor& counts, const Tensor& topology, const Tensor& slot_ex
 Tensor reroute(const Tensor& ids, const Tensor& send, const Tensor& copy_offsets,
                const Tensor& copy_slots, int64_t num_ranks) {
     RerouteCall call = prepare_reroute(ids, send, copy_offsets, copy_slots, num_ranks);
+    check_values<int32_t>("reroute", "copy_slots", call.copy_slots, -1, send.numel());
+    const int32_t* slots = call.plan.copy_slots;
+    const int64_t num_copies = std::find(slots, slots + copy_slots.numel(), -1) - slots;
+    check_values<int32_t>("reroute", "copy_offsets", call.copy_offsets, 0, num_copies + 1);
     const auto run = [&](auto id) {
         using Id = decltype(id);
         reroute_cpu(call.plan, data<const Id>(call.ids), call.ids.numel(), data<Id>(call.out));
@@ -51,17 +73,9 @@ Tensor reroute(const Tensor& ids, const Tensor& send, const Tensor& copy_offsets
     return call.out;
 }
 
-void check_index(const char* op, const char* name, const Tensor& index, int64_t low, int64_t high) {
-    const int64_t* values = data<const int64_t>(index);
-    for (int64_t i = 0; i < index.numel(); ++i) {
-        TOPOEP_CHECK(values[i] >= low && values[i] < high, op, ": ", name, "[", i, "] is ",
-                     values[i], ", expected ", low, " to ", high - 1);
-    }
-}
-
 Tensor expand(const Tensor& x, const Tensor& pair_of_row, const Tensor& row_of_pair) {
     ExpandCall call = prepare_expand(x, pair_of_row, row_of_pair);
-    check_index("expand", "pair_of_row", call.pair_of_row, -1, row_of_pair.numel());
+    check_values<int64_t>("expand", "pair_of_row", call.pair_of_row, -1, row_of_pair.numel());
     expand_cpu(call.x.data_ptr(), call.row_bytes, data<const int64_t>(call.pair_of_row),
                call.num_rows, call.top_k, call.out.data_ptr());
     return call.out;
@@ -70,8 +84,8 @@ Tensor expand(const Tensor& x, const Tensor& pair_of_row, const Tensor& row_of_p
 CombineCall checked_combine(const char* op, const Tensor& rows, const Tensor& pair_of_row,
                             const Tensor& row_of_pair, const Tensor& weights) {
     CombineCall call = prepare_combine(op, rows, pair_of_row, row_of_pair, weights);
-    check_index(op, "pair_of_row", call.pair_of_row, -1, row_of_pair.numel());
-    check_index(op, "row_of_pair", call.row_of_pair, -1, call.num_rows);
+    check_values<int64_t>(op, "pair_of_row", call.pair_of_row, -1, row_of_pair.numel());
+    check_values<int64_t>(op, "row_of_pair", call.row_of_pair, -1, call.num_rows);
     return call;
 }
 
@@ -108,7 +122,7 @@ std::tuple<Tensor, Tensor> combine_backward(const Tensor& grad_y, const Tensor& 
 
 void check_pack_index(const char* op, const PackCall& call) {
     for (const Tensor& tensor : call.tensors) {
-        check_index(op, "index", call.index, 0, tensor.size(0));
+        check_values<int64_t>(op, "index", call.index, 0, tensor.size(0));
     }
 }
 
@@ -130,8 +144,8 @@ void unpack_rows_(std::vector<Tensor> tensors, const Tensor& index, const Tensor
 void reduce_grads_(const Tensor& out, const Tensor& rows, const Tensor& offsets,
                    const Tensor& order) {
     const ReduceCall call = prepare_reduce(out, rows, offsets, order);
-    check_index("reduce_grads_", "offsets", call.offsets, 0, order.numel() + 1);
-    check_index("reduce_grads_", "order", call.order, 0, rows.size(0));
+    check_values<int64_t>("reduce_grads_", "offsets", call.offsets, 0, order.numel() + 1);
+    check_values<int64_t>("reduce_grads_", "order", call.order, 0, rows.size(0));
     with_type(call.dtype, [&](auto value) {
         using T = decltype(value);
         reduce_grads_cpu(data<T>(call.out), data<const AccumulatorOf<T>>(call.rows),

@@ -128,7 +128,7 @@ struct RowAndColumn {
     const PlanView& plan;
 
     template <class Team, class F>
-    TOPOEP_TEAM void for_pairs(const Team& team, F&& f) const {
+    TOPOEP_TEAM void for_pairs(const Team& team, const ExpertSplit&, F&& f) const {
         if (plan.rank < 0) {
             return;
         }
@@ -158,9 +158,13 @@ struct FullSplit {
     int32_t* split;
 
     template <class Team, class F>
-    TOPOEP_TEAM void for_pairs(const Team& team, F&& f) const {
-        for (int i = team.lane(); i < shape.num_ranks * shape.num_ranks; i += team.size()) {
-            f(i / shape.num_ranks, i % shape.num_ranks);
+    TOPOEP_TEAM void for_pairs(const Team& team, const ExpertSplit& expert, F&& f) const {
+        for (int holder = 0; holder < shape.num_ranks; ++holder) {
+            if (expert.slot[holder] >= 0) {
+                for (int p = team.lane(); p < shape.num_ranks; p += team.size()) {
+                    f(p, holder);
+                }
+            }
         }
     }
     TOPOEP_HD void write(int source, int holder, int slot, int32_t tokens) const {

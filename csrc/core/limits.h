@@ -7,10 +7,11 @@
 
 namespace topoep {
 
-constexpr int kMaxRanks = 1024;      // positions fit in 10 bits of a packed key
-constexpr int kMaxExperts = 4096;    // expert ids fit in uint16 with room for kNoExpert
-constexpr int kMaxSpareSlots = 16;   // spare slots per rank
-constexpr int kMaxTopK = 64;         // routed experts per token
+constexpr int kMaxRanks = 1024;     // positions fit in 10 bits of a packed key
+constexpr int kMaxExperts = 4096;   // expert ids fit in uint16 with room for kNoExpert
+constexpr int kMaxSpareSlots = 16;  // spare slots per rank
+constexpr int64_t kMaxPartsPerMillion = 1000000000;  // caps and tolerances: 1000 times the mean
+constexpr int kMaxTopK = 64;                         // routed experts per token
 constexpr int kMaxCandidates = 256;  // of one solve; the list travels as a kernel argument
 
 // Sums of tokens are int32, so one plan covers at most this many routed (token, expert) pairs.

@@ -36,6 +36,9 @@ TOPOEP_HD int32_t candidate_cap(const Shape& shape, const TopologyView& topology
                                 const Workload& work, const CandidateSpec& spec) {
     const int64_t tokens = work.load_before[shape.num_ranks];
     const int32_t floor = load_within(tokens, shape.num_ranks, 0);
+    if (spec.rule == kNoCopies) {
+        return floor;
+    }
     if (spec.rule == kAboveMean) {
         return load_within(tokens, shape.num_ranks, spec.value);
     }

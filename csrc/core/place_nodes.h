@@ -139,16 +139,6 @@ TOPOEP_TEAM int largest_room_node(const Team& team, const Candidate& c, int expo
     return best == kNothing ? -1 : static_cast<int>(best & 0x3ff);
 }
 
-TOPOEP_HD int32_t imported_tokens(const Candidate& c, int n, int expert) {
-    const int begin = c.topology.node_begin[n] * c.shape.spare_slots;
-    for (int i = begin; i < begin + c.num_imports[n]; ++i) {
-        if (c.import_expert[i] == expert) {
-            return c.import_tokens[i];
-        }
-    }
-    return 0;
-}
-
 // The node where most of the expert's own tokens would no longer cross the network, or -1.
 template <class Team>
 TOPOEP_TEAM int affinity_node(const Team& team, const Candidate& c, const int32_t* node_tokens,
@@ -160,9 +150,8 @@ TOPOEP_TEAM int affinity_node(const Team& team, const Candidate& c, const int32_
             continue;
         }
         const int32_t fits = static_cast<int32_t>(min64(int64_t{share.tokens}, c.node_room[n]));
-        const int32_t unserved = node_tokens[n * c.shape.num_experts + share.expert] -
-                                 imported_tokens(c, n, share.expert);
-        const uint32_t saved = static_cast<uint32_t>(max32(min32(fits, unserved), 0));
+        const int32_t from_node = node_tokens[n * c.shape.num_experts + share.expert];
+        const uint32_t saved = static_cast<uint32_t>(min32(fits, from_node));
         const uint64_t room = static_cast<uint64_t>(min64(c.node_room[n], (int64_t{1} << 22) - 1));
         best = min64(
             best, uint64_t{UINT32_MAX / 2 - saved} << 32 | room << 10 | static_cast<uint64_t>(n));
@@ -187,19 +176,13 @@ TOPOEP_TEAM int choose_node(const Team& team, const Candidate& c, const int32_t*
     return node >= 0 ? node : largest_room_node(team, c, exporter);
 }
 
-// Writes the share into the importer's list. One lane.
+// Appends the share to the importer's list. One lane. A node never imports an expert twice: after a
+// share the exporter is done, or the expert has one token left at home, or the importer is full.
 TOPOEP_HD void record_import(Candidate& c, int importer, int exporter, int expert, int32_t tokens) {
-    const int begin = c.topology.node_begin[importer] * c.shape.spare_slots;
-    int i = begin;
-    while (i < begin + c.num_imports[importer] && c.import_expert[i] != expert) {
-        ++i;
-    }
-    if (i == begin + c.num_imports[importer]) {
-        c.import_expert[i] = static_cast<uint16_t>(expert);
-        c.import_tokens[i] = 0;
-        c.num_imports[importer] += 1;
-    }
-    c.import_tokens[i] += tokens;
+    const int i = c.topology.node_begin[importer] * c.shape.spare_slots + c.num_imports[importer];
+    c.import_expert[i] = static_cast<uint16_t>(expert);
+    c.import_tokens[i] = tokens;
+    c.num_imports[importer] += 1;
     leave_home(c, expert, tokens);
     c.node_room[exporter] += tokens;
     c.node_room[importer] -= tokens;

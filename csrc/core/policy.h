@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/hd.h"
+#include "core/limits.h"
 
 namespace topoep {
 
@@ -54,6 +55,16 @@ TOPOEP_HD CandidateSpec unpack_candidate(int64_t packed) {
     spec.policy.pair_fit = bits >> 8 & 1;
     spec.policy.affinity = bits >> 9 & 3;
     return spec;
+}
+
+// Whether unpack_candidate gives a rule and knobs that exist.
+TOPOEP_HD bool is_valid_candidate(int64_t packed) {
+    const CandidateSpec spec = unpack_candidate(packed);
+    const int64_t limit = spec.rule == kAtRankLoad ? kMaxRanks : kMaxPartsPerMillion;
+    return packed >= 0 && spec.rule <= kAtRankLoad && spec.value <= limit &&
+           (spec.rule != kAtRankLoad || spec.value >= 1) && (packed & 0xffff) < 1 << 11 &&
+           spec.policy.threshold <= kRoomsWithMargin && spec.policy.item_order <= kSourcesFirst &&
+           spec.policy.affinity <= kAffinityAlways;
 }
 
 }  // namespace topoep

@@ -134,9 +134,9 @@ TOPOEP_TEAM void settle_level(const Team& team, const Shape& shape, const Topolo
     team.sync();
 }
 
-// Calls write(source, holder, tokens), all by position, once for every pair of the sink's sources
-// and holders. Returns the tokens of the expert that cross nodes. A sink has for_pairs(team, f),
-// which spreads f(source, holder) over the lanes.
+// Calls write(source, holder, slot, tokens), by position, once for every pair of the sink's sources
+// and holders. Returns the tokens of the expert that cross nodes. A sink has
+// for_pairs(team, split, f), which spreads f(source, holder) over the lanes.
 template <class Team, class Sink>
 TOPOEP_TEAM int64_t split_expert(const Team& team, const Shape& shape, const TopologyView& topology,
                                  const ExpertSplit& split, const Sink& sink) {
@@ -145,7 +145,7 @@ TOPOEP_TEAM int64_t split_expert(const Team& team, const Shape& shape, const Top
             prefix_sum(team, split.need, split.need_before, shape.num_ranks);
             prefix_sum(team, split.room, split.room_before, shape.num_ranks);
         }
-        sink.for_pairs(team, [&](int source, int holder) {
+        sink.for_pairs(team, split, [&](int source, int holder) {
             if (split.slot[holder] >= 0 && level_between(topology, source, holder) == level) {
                 sink.write(source, holder, split.slot[holder],
                            tokens_between(topology, split, level, source, holder));

@@ -15,16 +15,15 @@
 namespace topoep {
 namespace {
 
-void check_counts(const SolveProblem& problem) {
-    const Shape& shape = problem.shape;
+void check_counts(const char* op, const Shape& shape, const int32_t* counts) {
     int64_t total = 0;
     for (int64_t i = 0; i < int64_t{shape.num_ranks} * shape.num_experts; ++i) {
-        TOPOEP_CHECK(problem.counts[i] >= 0, "solve: counts[", i / shape.num_experts, ", ",
-                     i % shape.num_experts, "] is ", problem.counts[i],
+        TOPOEP_CHECK(counts[i] >= 0, op, ": counts[", i / shape.num_experts, ", ",
+                     i % shape.num_experts, "] is ", counts[i],
                      "; token counts must not be negative");
-        total += problem.counts[i];
+        total += counts[i];
     }
-    TOPOEP_CHECK(total <= kMaxTokens, "solve: counts sum to ", total, " tokens, the limit is ",
+    TOPOEP_CHECK(total <= kMaxTokens, op, ": counts sum to ", total, " tokens, the limit is ",
                  kMaxTokens, " (kMaxTokens); plan a smaller microbatch");
 }
 
@@ -177,7 +176,7 @@ void finalize_plan(const SolveProblem& problem, const Winner& winner, const Work
 
 void solve_cpu(const SolveProblem& problem, const std::vector<int64_t>& candidates,
                const PlanView& plan, const ParallelFor& parallel_for) {
-    check_counts(problem);
+    check_counts("solve", problem.shape, problem.counts);
     const std::vector<int32_t> node_tokens = node_tokens_by_row(problem);
     const WorkloadBuffers work(problem, node_tokens);
     const Winner winner = find_winner(problem, candidates, work.view, node_tokens, parallel_for);
@@ -186,6 +185,7 @@ void solve_cpu(const SolveProblem& problem, const std::vector<int64_t>& candidat
 
 void split_cpu(const Shape& shape, const TopologyView& topology, const int32_t* counts,
                const int32_t* slot_expert, const int32_t* slot_tokens, int32_t* split) {
+    check_counts("split", shape, counts);
     std::vector<uint16_t> experts(shape.num_spare());
     std::vector<int32_t> tokens(shape.num_spare());
     for (int i = 0; i < shape.num_spare(); ++i) {
