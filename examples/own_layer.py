@@ -49,7 +49,7 @@ def combine(rows, handle, topk_weights, balancer):
     return (rows.view(-1, TOP_K, HIDDEN) * topk_weights.unsqueeze(-1)).sum(1)
 
 
-# --- the integration: what is TopoEP's is marked ---------------------------------------------------
+# --- the integration: what is TopoEP's is marked --------------------------------------------------
 def moe_layer(x, topk_ids, topk_weights, weight, balancer):
     plan = balancer.plan(topk_ids)  #                                           TopoEP
     ids = balancer.reroute(topk_ids, plan)  #                                   TopoEP
