@@ -38,7 +38,7 @@ $(VENV)/build.stamp: $(VENV)/tools.stamp $(SOURCES)
 	touch $@
 
 demo: $(VENV)/build.stamp
-	$(RUN) -m topoep.demo
+	$(RUN) -m topoep.demo $(ARGS)
 
 test: $(VENV)/build.stamp $(VENV)/nvcc.stamp
 	$(VENV)/bin/cmake -S . -B build/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \
