@@ -3,8 +3,9 @@
 
 from topoep._version import __version__
 from topoep.balancer import Balancer
+from topoep.cost_model import CostModel, Hardware
 from topoep.experts import BalancedExperts
-from topoep.objective import Balance, Even
+from topoep.objective import Balance, Even, Time
 from topoep.plan import Plan, solve
 from topoep.portfolio import Candidate
 from topoep.topology import Topology
@@ -14,8 +15,11 @@ __all__ = [
     "BalancedExperts",
     "Balancer",
     "Candidate",
+    "CostModel",
     "Even",
+    "Hardware",
     "Plan",
+    "Time",
     "Topology",
     "__version__",
     "solve",

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from topoep.checks import check_int
+from topoep.checks import check_int, check_type
+from topoep.cost_model import CostModel
 
 PARTS_PER_MILLION = 1_000_000
-_BALANCE, _EVEN = 0, 1  # ObjectiveKind in csrc/core/objective.h
+_BALANCE, _EVEN, _TIME = 0, 1, 2  # ObjectiveKind in csrc/core/objective.h
 _MAX_CROSS_WEIGHT = 1024
 
 
@@ -76,7 +77,34 @@ class Even:
         return [_EVEN, 0, self.cross_weight]
 
 
-Objective = Balance | Even
+@dataclass(frozen=True)
+class Time:
+    """Least predicted time of the layer, forward and backward (docs/cost-model.md).
+
+    Copies that do not pay are not made; candidates that copy for locality take part.
+
+    Args:
+        cost_model: what the parts of the layer cost.
+        cross_weight: for ``stats()["weighted_copies"]`` only.
+
+    Raises:
+        TypeError: cost_model is no CostModel.
+        ValueError: cross_weight is not in 1 .. 1024.
+    """
+
+    cost_model: CostModel
+    cross_weight: int = 3
+
+    def __post_init__(self) -> None:
+        check_type(self.cost_model, CostModel, "cost_model")
+        _check_weight(self.cross_weight)
+
+    def to_ints(self) -> list[int]:
+        """The objective as the solve op takes it."""
+        return [_TIME, 0, self.cross_weight, *self.cost_model.to_ints()]
+
+
+Objective = Balance | Even | Time
 
 
 def check_objective(objective: Objective | None) -> Objective:
@@ -85,6 +113,6 @@ def check_objective(objective: Objective | None) -> Objective:
         return Balance()
     if not isinstance(objective, Objective):
         raise TypeError(
-            f"objective is a {type(objective).__name__}; expected topoep.Balance or topoep.Even"
+            f"objective is a {type(objective).__name__}; expected topoep.Balance, Even or Time"
         )
     return objective

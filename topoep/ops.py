@@ -44,6 +44,8 @@ STAT_NAMES = (
     "candidate",
     "cap",
     "steps",
+    "predicted_ns_before",
+    "predicted_ns",
 )
 
 #: A packed row gives every tensor's part a multiple of this many bytes (csrc/core/row_parts.h).
@@ -80,7 +82,7 @@ def solve(
         topology: int32 table from :meth:`topoep.Topology.table`, on the device of ``counts``.
         spare_slots: S.
         candidates: packed candidates, the first of which is the empty plan.
-        objective: ``[kind, tolerance in parts per million, weight of a copy between nodes]``.
+        objective: from ``to_ints`` of an objective.
         rank: whose ``send`` and ``recv`` to fill; -1 leaves them without elements.
 
     Returns:

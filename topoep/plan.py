@@ -193,7 +193,8 @@ class Plan:
         (distinct (expert, remote node); a second copy in that node is fanned out from the first and
         counts as in-node), ``weighted_copies``, ``cross_node_tokens_before``,
         ``cross_node_tokens``, ``invalid`` (ids of this rank out of range), ``candidate`` (index of
-        the winner), ``cap``, ``steps`` (dependent steps of the winner).
+        the winner), ``cap``, ``steps`` (dependent steps of the winner), ``predicted_ns_before`` and
+        ``predicted_ns`` (objective ``Time`` only, otherwise 0).
         """
         named = dict(zip(ops.STAT_NAMES, self._stats.unbind(), strict=True))
         mean = named["tokens"].double().clamp(min=1) / self.config.num_ranks

@@ -33,7 +33,8 @@ class Candidate:
             that preference), or ``"H"`` (nodes first) and five digits: room threshold 0-2, exporter
             0 hottest or 2 cover-fit, round up 0-1, item order 0-2, fit 0 single or 2 pair. An ``a``
             or ``A`` behind them prefers destination nodes that the tokens come from, if the share
-            fits there or always. docs/algorithm.md explains each.
+            fits there or always; an ``l`` at the end first makes copies for locality (objective
+            ``Time`` only). ``"T"``: matching by optimal transport. docs/algorithm.md explains each.
 
     Raises:
         ValueError: a name is not of these forms.
@@ -67,7 +68,9 @@ class Candidate:
     def _parse_policy(self) -> int:
         if self.policy in ("F", "F0"):
             return (self.policy == "F") << 1
-        match = re.fullmatch(r"H([012])([02])([01])([012])([02])([aA]?)", self.policy)
+        if self.policy == "T":
+            return 1 << 12
+        match = re.fullmatch(r"H([012])([02])([01])([012])([02])([aA]?)(l?)", self.policy)
         if not match:
             raise ValueError(f"policy {self.policy!r}: expected 'F', 'F0' or like 'H22112'")
         threshold, exporter, round_up, order, fit = (int(digit) for digit in match.groups()[:5])
@@ -81,6 +84,7 @@ class Candidate:
             | order << 6
             | (fit == 2) << 8
             | affinity << 9
+            | (match[7] == "l") << 11
         )
 
 

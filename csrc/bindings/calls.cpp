@@ -122,6 +122,36 @@ void check_topology(const char* op, const Shape& shape, const TopologyView& topo
                  shape.num_nodes, " nodes; take it from Topology.table()");
 }
 
+namespace {
+
+// [kind, tolerance_ppm, cross_weight], and for kTime the fields of CostModel behind them.
+Objective checked_objective(const std::vector<int64_t>& numbers) {
+    TOPOEP_CHECK(numbers.size() >= 3, "solve: objective has ", numbers.size(),
+                 " numbers, expected at least 3");
+    Objective objective{};
+    objective.kind = checked_int("solve", "objective kind", numbers[0], kBalance, kTime,
+                                 "see Balance, Even, Time");
+    objective.tolerance_ppm = numbers[1];
+    objective.cross_weight = numbers[2];
+    checked_int("solve", "tolerance_ppm", numbers[1], 0, kMaxPartsPerMillion, "1000 x the mean");
+    checked_int("solve", "cross_weight", numbers[2], 1, 1024, "copies inside a node");
+    const size_t expected = objective.kind == kTime ? 3 + kCostModelFields : 3;
+    TOPOEP_CHECK(numbers.size() == expected, "solve: objective has ", numbers.size(),
+                 " numbers, expected ", expected);
+    if (objective.kind == kTime) {
+        for (size_t i = 3; i < numbers.size(); ++i) {
+            TOPOEP_CHECK(numbers[i] >= 0 && numbers[i] <= kMaxCost, "solve: objective[", i, "] is ",
+                         numbers[i], "; expected 0 to ", kMaxCost, " (kMaxCost)");
+        }
+        const int64_t* cost = numbers.data() + 3;
+        objective.cost = {cost[0], cost[1], cost[2], cost[3], cost[4],  cost[5],
+                          cost[6], cost[7], cost[8], cost[9], cost[10], cost[11]};
+    }
+    return objective;
+}
+
+}  // namespace
+
 SolveCall prepare_solve(const Tensor& counts, const Tensor& topology, int64_t spare_slots,
                         const std::vector<int64_t>& candidates,
                         const std::vector<int64_t>& objective, int64_t rank) {
@@ -138,11 +168,7 @@ SolveCall prepare_solve(const Tensor& counts, const Tensor& topology, int64_t sp
         TOPOEP_CHECK(is_valid_candidate(packed), "solve: ", packed,
                      " is not a packed candidate; take it from Candidate.pack()");
     }
-    TOPOEP_CHECK(objective.size() == 3, "solve: objective has ", objective.size(),
-                 " numbers, expected 3");
-    checked_int("solve", "objective kind", objective[0], kBalance, kEven, "see Balance, Even");
-    checked_int("solve", "tolerance_ppm", objective[1], 0, kMaxPartsPerMillion, "1000 x the mean");
-    checked_int("solve", "cross_weight", objective[2], 1, 1024, "copies inside a node");
+    call.problem.objective = checked_objective(objective);
 
     const int64_t ranks = shape.num_ranks;
     const int64_t width = shape.slots_per_rank();
@@ -158,7 +184,6 @@ SolveCall prepare_solve(const Tensor& counts, const Tensor& topology, int64_t sp
     call.problem.shape = shape;
     call.problem.topology = view_topology_table(data<int32_t>(call.topology), shape.num_ranks);
     call.problem.counts = data<int32_t>(call.counts);
-    call.problem.objective = {static_cast<int>(objective[0]), objective[1], objective[2]};
     call.plan = {data<int32_t>(call.slot_expert), data<int32_t>(call.slot_source),
                  data<int32_t>(call.slot_tokens), data<int32_t>(call.copy_offsets),
                  data<int32_t>(call.copy_slots),  data<int32_t>(call.send),

@@ -16,6 +16,30 @@ namespace topoep {
 
 constexpr uint16_t kNoExpert = UINT16_MAX;
 
+// Copies and tokens per link of a finished candidate, from which its time follows (cost_model.h).
+struct Traffic {
+    uint64_t* tokens_out;  // [N] tokens that leave the node
+    uint64_t* tokens_in;   // [N]
+    uint32_t* pairs_out;   // [N] (expert, remote node) copies that leave the node
+    uint32_t* pairs_in;    // [N]
+    uint32_t* copies_out;  // [R] copies that the rank serves inside its node
+    uint32_t* copies_in;   // [R] copies that it fetches inside its node
+    uint32_t* exports;     // [R] pairs whose home it is
+    uint32_t* imports;     // [R] pairs that it receives
+};
+
+// State of the transport planner (match_transport.h).
+struct Transport {
+    int64_t* row;         // [N] scaling of the sending side
+    int64_t* column;      // [N] scaling of the receiving side
+    int64_t* supply;      // [N] the node's share of all excess, fixed point
+    int64_t* demand;      // [N] the node's share of all room, fixed point
+    int64_t* total_room;  // [1]
+    uint64_t* proposal;   // [R] score and expert of the rank's proposal
+    int32_t* spill;       // [E] tokens of the expert that should still leave its home
+    uint8_t* matched;     // [R] the rank took a copy in this round
+};
+
 struct Candidate {
     Shape shape;
     TopologyView topology;
@@ -37,7 +61,9 @@ struct Candidate {
     int32_t* excess;          // [R] tokens that a rank still has to give away in this step
     uint32_t* near_node;      // [N / 32] bit set: the step prefers this node
     uint64_t* spare;          // [E] room of all holders of an expert, while copies are dropped
-    uint32_t* steps;          // [4] dependent steps: nodes, slowest node, last resort, dropping
+    Traffic traffic;
+    Transport transport;
+    uint32_t* steps;  // [4] dependent steps: nodes, slowest node, last resort, dropping
 
     TOPOEP_HD int32_t room(int p) const { return free[p] > 0 && load[p] < cap ? cap - load[p] : 0; }
     TOPOEP_HD bool holds(int p, int expert) const {
@@ -72,29 +98,49 @@ private:
     size_t used_ = 0;
 };
 
-// Places a candidate, and the sorted workload that its node step reads, into `base`. The arrays of
-// three phases that never overlap in time share memory: sorted ranks (until the node step has its
-// rooms), imports and excess (node step and refinement), spare room (dropping copies).
+// Places the arrays that only one phase needs; phases that never overlap in time share memory.
+// Returns the end of the longest.
+TOPOEP_HD size_t bind_phases(const Shape& shape, Arena arena, Candidate& c) {
+    const size_t begin = arena.used();
+    c.import_tokens = arena.take<int32_t>(shape.num_spare());  // placing and refining
+    c.excess = arena.take<int32_t>(shape.num_ranks);
+    c.import_expert = arena.take<uint16_t>(shape.num_spare());
+    size_t end = arena.used();
+    arena.rewind(begin);
+    c.spare = arena.take<uint64_t>(shape.num_experts);  // dropping copies
+    end = arena.used() > end ? arena.used() : end;
+    arena.rewind(begin);
+    c.traffic.tokens_out = arena.take<uint64_t>(shape.num_nodes);  // predicting the time
+    c.traffic.tokens_in = arena.take<uint64_t>(shape.num_nodes);
+    c.traffic.pairs_out = arena.take<uint32_t>(shape.num_nodes);
+    c.traffic.pairs_in = arena.take<uint32_t>(shape.num_nodes);
+    c.traffic.copies_out = arena.take<uint32_t>(shape.num_ranks);
+    c.traffic.copies_in = arena.take<uint32_t>(shape.num_ranks);
+    c.traffic.exports = arena.take<uint32_t>(shape.num_ranks);
+    c.traffic.imports = arena.take<uint32_t>(shape.num_ranks);
+    end = arena.used() > end ? arena.used() : end;
+    arena.rewind(begin);
+    c.transport.row = arena.take<int64_t>(shape.num_nodes);  // matching by transport
+    c.transport.column = arena.take<int64_t>(shape.num_nodes);
+    c.transport.supply = arena.take<int64_t>(shape.num_nodes);
+    c.transport.demand = arena.take<int64_t>(shape.num_nodes);
+    c.transport.total_room = arena.take<int64_t>(1);
+    c.transport.proposal = arena.take<uint64_t>(shape.num_ranks);
+    c.transport.spill = arena.take<int32_t>(shape.num_experts);
+    c.transport.matched = arena.take<uint8_t>(shape.num_ranks);
+    return arena.used() > end ? arena.used() : end;
+}
+
+// Places a candidate and the workload sorted in place of it into `base`; returns the bytes it
+// takes.
 TOPOEP_HD size_t bind_candidate(const Shape& shape, void* base, Candidate* candidate,
                                 Workload* work) {
     const int ranks = shape.num_ranks;
     Candidate& c = *candidate;
     Arena arena(base);
     c.node_room = arena.take<int64_t>(shape.num_nodes);
-    const size_t phase_begin = arena.used();
-    c.spare = arena.take<uint64_t>(shape.num_experts);
-    size_t phase_end = arena.used();
-    arena.rewind(phase_begin);
-    c.import_tokens = arena.take<int32_t>(shape.num_spare());
-    c.excess = arena.take<int32_t>(ranks);
-    c.import_expert = arena.take<uint16_t>(shape.num_spare());
-    phase_end = arena.used() > phase_end ? arena.used() : phase_end;
-    arena.rewind(phase_begin);
-    work->load_before = arena.take<int32_t>(ranks + 1);
-    work->by_load = arena.take<uint16_t>(ranks);
-    work->node_order = arena.take<uint16_t>(ranks);
-    phase_end = arena.used() > phase_end ? arena.used() : phase_end;
-    arena.rewind(phase_end);
+    work->node_out = arena.take<int64_t>(shape.num_nodes);
+    work->node_in = arena.take<int64_t>(shape.num_nodes);
     c.home = arena.take<int32_t>(shape.num_experts);
     c.load = arena.take<int32_t>(ranks);
     c.slot_tokens = arena.take<int32_t>(shape.num_spare());
@@ -102,13 +148,17 @@ TOPOEP_HD size_t bind_candidate(const Shape& shape, void* base, Candidate* candi
     c.copied = arena.take<uint32_t>((shape.num_experts + 31) / 32);
     c.steps = arena.take<uint32_t>(4);
     c.near_node = arena.take<uint32_t>((shape.num_nodes + 31) / 32);
+    work->load_before = arena.take<int32_t>(ranks + 1);
+    work->by_load = arena.take<uint16_t>(ranks);
+    work->node_order = arena.take<uint16_t>(ranks);
     c.order = arena.take<uint16_t>(shape.num_experts);
     c.slot_expert = arena.take<uint16_t>(shape.num_spare());
     c.free = arena.take<uint8_t>(ranks);
+    arena.take<uint64_t>(0);  // align the phases
     work->total = c.home;
     work->order = c.order;
     work->load = c.load;
-    return arena.used();
+    return bind_phases(shape, arena, c);
 }
 
 // Everything at home, all spare slots empty.

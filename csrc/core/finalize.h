@@ -22,6 +22,8 @@ enum Stat : int {
     kStatWinner,             // index of the winning candidate
     kStatCap,                // its cap on rank load
     kStatSteps,              // its dependent steps
+    kStatTimeBefore,         // objective kTime: predicted nanoseconds without copies, else 0
+    kStatTime,               // .. with the plan
     kNumStats
 };
 

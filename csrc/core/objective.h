@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/candidate.h"
+#include "core/cost_model.h"
 #include "core/drop_copies.h"
 
 namespace topoep {
@@ -15,12 +16,14 @@ constexpr int64_t kPartsPerMillion = 1000000;
 enum ObjectiveKind : int {
     kBalance = 0,  // fewest weighted copies with max load within the tolerance, else least max load
     kEven = 1,     // least max load, then fewest weighted copies
+    kTime = 2,     // least predicted time
 };
 
 struct Objective {
     int kind;
     int64_t tolerance_ppm;  // kBalance: allowed max load above the mean, in parts per million
     int64_t cross_weight;   // cost of a copy between nodes, in copies inside a node ("lambda")
+    CostModel cost;         // kTime
 };
 
 // Largest load within `ppm` of the mean of `tokens` over `ranks`, rounded down so that the promise
@@ -64,6 +67,7 @@ struct Outcome {
     int32_t copies;       // all copies
     int32_t cross_pairs;  // distinct (expert, remote node): copies that cross the network
     int32_t cap;
+    int64_t time;   // kTime: predicted nanoseconds, else 0
     int32_t steps;  // dependent steps of the candidate, see docs/algorithm.md
 };
 
@@ -84,7 +88,12 @@ TOPOEP_HD bool crosses_network(const Candidate& c, int slot) {
 }
 
 TOPOEP_HD uint64_t plan_key(const Shape& shape, const Objective& objective, int64_t total_tokens,
-                            const Outcome& outcome) {
+                            int32_t max_load_before, const Outcome& outcome) {
+    if (objective.kind == kTime) {
+        // The empty plan wins over whatever makes the fullest rank fuller.
+        return outcome.max_load <= max_load_before ? static_cast<uint64_t>(outcome.time)
+                                                   : static_cast<uint64_t>(kLongestTime) + 1;
+    }
     // copies <= 1024 * 16, weight <= 1024: below 2^26, so load and copies share one 64-bit key.
     const uint64_t weighted =
         static_cast<uint64_t>(outcome.copies + (objective.cross_weight - 1) * outcome.cross_pairs);
@@ -98,7 +107,8 @@ TOPOEP_HD uint64_t plan_key(const Shape& shape, const Objective& objective, int6
 
 template <class Team>
 TOPOEP_TEAM Outcome evaluate(const Team& team, const Candidate& c, const Objective& objective,
-                             int64_t total_tokens) {
+                             const Workload& work, const int32_t* node_tokens, int64_t total_tokens,
+                             int32_t max_load_before) {
     uint32_t copies = 0;
     uint32_t pairs = 0;
     for (int i = team.lane(); i < c.shape.num_spare(); i += team.size()) {
@@ -112,7 +122,10 @@ TOPOEP_TEAM Outcome evaluate(const Team& team, const Candidate& c, const Objecti
     outcome.copies = static_cast<int32_t>(team.sum(copies));
     outcome.cross_pairs = static_cast<int32_t>(team.sum(pairs));
     outcome.cap = c.cap;
-    outcome.key = plan_key(c.shape, objective, total_tokens, outcome);
+    if (objective.kind == kTime) {
+        outcome.time = predict_time(team, c, work, node_tokens, objective.cost);
+    }
+    outcome.key = plan_key(c.shape, objective, total_tokens, max_load_before, outcome);
     return outcome;
 }
 

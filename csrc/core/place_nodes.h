@@ -36,7 +36,8 @@ TOPOEP_TEAM int32_t smallest_useful_room(const Team& team, const Candidate& c, c
     return max32(c.cap - work.load[work.by_load[enough - 1]], 0);
 }
 
-// Tokens that node n can take in from other nodes; negative: what it must give away.
+// Tokens that node n can take in from other nodes, besides those it takes in already; negative:
+// what it must give away.
 TOPOEP_HD int64_t node_room(const Candidate& c, const Workload& work, int32_t smallest, int n) {
     const int begin = c.topology.node_begin[n];
     const int end = c.topology.node_begin[n + 1];
@@ -53,6 +54,9 @@ TOPOEP_HD int64_t node_room(const Candidate& c, const Workload& work, int32_t sm
         if (room >= smallest || covers_own) {
             usable += room;
         }
+    }
+    for (int i = begin * c.shape.spare_slots, k = 0; k < c.num_imports[n]; ++k) {
+        usable -= c.import_tokens[i + k];
     }
     return usable - own_excess;
 }

@@ -33,6 +33,8 @@ struct Policy {
     int item_order;  // ItemOrder inside a node
     int pair_fit;    // fill two rooms exactly where no single room is large enough
     int affinity;    // Affinity: prefer nodes that many of the expert's tokens come from
+    int locality;    // first import experts whose tokens cost more to send than their weights
+    int transport;   // 1: match_transport.h instead of all the above
 };
 
 struct CandidateSpec {
@@ -54,6 +56,8 @@ TOPOEP_HD CandidateSpec unpack_candidate(int64_t packed) {
     spec.policy.item_order = bits >> 6 & 3;
     spec.policy.pair_fit = bits >> 8 & 1;
     spec.policy.affinity = bits >> 9 & 3;
+    spec.policy.locality = bits >> 11 & 1;
+    spec.policy.transport = bits >> 12 & 1;
     return spec;
 }
 
@@ -62,7 +66,7 @@ TOPOEP_HD bool is_valid_candidate(int64_t packed) {
     const CandidateSpec spec = unpack_candidate(packed);
     const int64_t limit = spec.rule == kAtRankLoad ? kMaxRanks : kMaxPartsPerMillion;
     return packed >= 0 && spec.rule <= kAtRankLoad && spec.value <= limit &&
-           (spec.rule != kAtRankLoad || spec.value >= 1) && (packed & 0xffff) < 1 << 11 &&
+           (spec.rule != kAtRankLoad || spec.value >= 1) && (packed & 0xffff) < 1 << 13 &&
            spec.policy.threshold <= kRoomsWithMargin && spec.policy.item_order <= kSourcesFirst &&
            spec.policy.affinity <= kAffinityAlways;
 }

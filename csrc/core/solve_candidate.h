@@ -8,7 +8,9 @@
 
 #include "core/candidate.h"
 #include "core/drop_copies.h"
+#include "core/match_transport.h"
 #include "core/objective.h"
+#include "core/place_local.h"
 #include "core/place_nodes.h"
 #include "core/refine_node.h"
 
@@ -35,30 +37,51 @@ TOPOEP_TEAM void count_steps(const Team& team, uint32_t* counter, int steps) {
     }
 }
 
+// `work` is the sorted workload of all candidates; `own` is memory for one in place of the
+// candidate, which may be the same.
 template <class Group>
-TOPOEP_TEAM Outcome solve_candidate(const Group& group, const CandidateSpec& spec,
-                                    const Objective& objective, const Workload& work,
-                                    const int32_t* node_tokens, Candidate& c) {
-    const int64_t total_tokens = work.load_before[c.shape.num_ranks];
-    c.policy = spec.policy;
-    c.cap = candidate_cap(c.shape, c.topology, work, spec);
-    start_candidate(group.all(), work, c);
-    if (spec.rule != kNoCopies && c.shape.spare_slots > 0) {
+TOPOEP_TEAM void make_copies(const Group& group, const Objective& objective, const Workload& work,
+                             const Workload& own, const int32_t* node_tokens, int64_t total_tokens,
+                             Candidate& c) {
+    if (c.policy.transport) {
+        const int steps = match_transport(group, total_tokens, c);
+        count_steps(group.all(), &c.steps[0], steps);
+    } else {
+        const bool local = c.policy.node_step && c.policy.locality && objective.kind == kTime;
+        if (local) {
+            place_local(group, c, node_tokens, least_local_tokens(c.shape, objective.cost), own);
+        }
         if (c.policy.node_step) {
             group.one([&](const auto& team) {
-                count_steps(team, &c.steps[0], place_nodes(team, work, node_tokens, c));
+                const Workload& sorted = local ? own : work;
+                count_steps(team, &c.steps[0], place_nodes(team, sorted, node_tokens, c));
             });
             group.each(c.shape.num_nodes, [&](const auto& team, int n) {
                 count_steps(team, &c.steps[1], refine_node(team, c, n));
             });
         }
-        group.one([&](const auto& team) {
-            count_steps(team, &c.steps[2], refine_cluster(team, c));
-            team.sync();
-            count_steps(team, &c.steps[3], drop_copies(team, c));
-        });
+        group.one(
+            [&](const auto& team) { count_steps(team, &c.steps[2], refine_cluster(team, c)); });
     }
-    Outcome outcome = evaluate(group.all(), c, objective, total_tokens);
+    group.one([&](const auto& team) { count_steps(team, &c.steps[3], drop_copies(team, c)); });
+}
+
+template <class Group>
+TOPOEP_TEAM Outcome solve_candidate(const Group& group, const CandidateSpec& spec,
+                                    const Objective& objective, const Workload& work,
+                                    const Workload& own, const int32_t* node_tokens, Candidate& c) {
+    const int64_t total_tokens = work.load_before[c.shape.num_ranks];
+    const int32_t max_load_before = work.load[work.by_load[c.shape.num_ranks - 1]];
+    c.policy = spec.policy;
+    c.cap = candidate_cap(c.shape, c.topology, work, spec);
+    // The lanes have read the loads that the steps below change.
+    group.all().sync();
+    start_candidate(group.all(), work, c);
+    if (spec.rule != kNoCopies && c.shape.spare_slots > 0) {
+        make_copies(group, objective, work, own, node_tokens, total_tokens, c);
+    }
+    Outcome outcome =
+        evaluate(group.all(), c, objective, work, node_tokens, total_tokens, max_load_before);
     outcome.steps = static_cast<int32_t>(c.steps[0] + c.steps[1] + c.steps[2] + c.steps[3]);
     return outcome;
 }

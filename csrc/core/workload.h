@@ -18,6 +18,8 @@ struct Workload {
     uint16_t* by_load;     // [R] positions, least loaded first, then lower position
     uint16_t* node_order;  // [R] the same inside each node
     int32_t* load_before;  // [R + 1] prefix sums of load in by_load order
+    int64_t* node_out;     // [N] tokens that leave each node when there are no copies
+    int64_t* node_in;      // [N] tokens that it takes in
 };
 
 // The rank and expert ids of the outside world behind a planner expert id.
@@ -68,6 +70,29 @@ TOPOEP_TEAM void sum_loads(const Team& team, const Shape& shape, const int32_t* 
         work.load[p] = sum;
     }
     team.sync();
+}
+
+// Sums node_out and node_in of one node. Needs sum_loads.
+template <class Team>
+TOPOEP_TEAM void sum_node_flows(const Team& team, const Shape& shape, const TopologyView& topology,
+                                const int32_t* node_tokens, const Workload& work, int node) {
+    const int home_slots = shape.experts_per_rank();
+    int64_t out = 0;
+    int64_t in = 0;
+    for (int e = team.lane(); e < shape.num_experts; e += team.size()) {
+        const int32_t own = node_tokens[node * shape.num_experts + e];
+        if (topology.node_at[e / home_slots] == node) {
+            in += work.total[e] - own;
+        } else {
+            out += own;
+        }
+    }
+    out = team.sum(out);
+    in = team.sum(in);
+    if (team.lane() == 0) {
+        work.node_out[node] = out;
+        work.node_in[node] = in;
+    }
 }
 
 // Number of entries of values[first..last) that sort before values[i]; equal ones by lower index.

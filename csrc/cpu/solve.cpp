@@ -50,6 +50,7 @@ std::vector<int32_t> node_tokens_by_row(const SolveProblem& problem) {
 struct WorkloadBuffers {
     std::vector<int32_t> total, load, load_before;
     std::vector<uint16_t> order, by_load, node_order;
+    std::vector<int64_t> node_out, node_in;
     Workload view;
 
     WorkloadBuffers(const SolveProblem& problem, const std::vector<int32_t>& node_tokens)
@@ -59,15 +60,22 @@ struct WorkloadBuffers {
           order(problem.shape.num_experts),
           by_load(problem.shape.num_ranks),
           node_order(problem.shape.num_ranks),
-          view{total.data(),   order.data(),      load.data(),
-               by_load.data(), node_order.data(), load_before.data()} {
+          node_out(problem.shape.num_nodes),
+          node_in(problem.shape.num_nodes),
+          view{total.data(),      order.data(),       load.data(),     by_load.data(),
+               node_order.data(), load_before.data(), node_out.data(), node_in.data()} {
         sum_loads(SerialTeam{}, problem.shape, node_tokens.data(), view);
         sort_loads(SerialTeam{}, problem.shape, problem.topology, view);
+        for (int n = 0; n < problem.shape.num_nodes; ++n) {
+            sum_node_flows(SerialTeam{}, problem.shape, problem.topology, node_tokens.data(), view,
+                           n);
+        }
     }
 };
 
 struct Winner {
     Outcome outcome{};
+    Outcome plain{};  // of the empty plan
     int64_t index = -1;
     std::vector<uint16_t> slot_expert;
     std::vector<int32_t> slot_tokens;
@@ -80,6 +88,9 @@ struct Winner {
 
 // A plan without copies that reaches what was asked for: no candidate can have a smaller key.
 bool is_unbeatable(const SolveProblem& problem, const Outcome& outcome, int64_t total_tokens) {
+    if (problem.objective.kind == kTime) {
+        return outcome.time == 0;
+    }
     const int64_t allowed =
         problem.objective.kind == kBalance ? problem.objective.tolerance_ppm : 0;
     return outcome.copies == 0 &&
@@ -93,14 +104,14 @@ void solve_range(const SolveProblem& problem, const std::vector<int64_t>& candid
     Candidate candidate{};
     candidate.shape = problem.shape;
     candidate.topology = problem.topology;
-    Workload unused{};
-    std::vector<uint64_t> memory((bind_candidate(problem.shape, nullptr, &candidate, &unused) + 7) /
+    Workload own{};
+    std::vector<uint64_t> memory((bind_candidate(problem.shape, nullptr, &candidate, &own) + 7) /
                                  8);
-    bind_candidate(problem.shape, memory.data(), &candidate, &unused);
+    bind_candidate(problem.shape, memory.data(), &candidate, &own);
     for (int64_t i = begin; i < end; ++i) {
         const Outcome outcome =
             solve_candidate(SerialGroup{}, unpack_candidate(candidates[i]), problem.objective, work,
-                            node_tokens.data(), candidate);
+                            own, node_tokens.data(), candidate);
         if (winner->loses_to(outcome, i)) {
             winner->outcome = outcome;
             winner->index = i;
@@ -118,6 +129,7 @@ Winner find_winner(const SolveProblem& problem, const std::vector<int64_t>& cand
     empty.slot_tokens.resize(problem.shape.num_spare());
     Winner best = empty;
     solve_range(problem, candidates, work, node_tokens, 0, 1, &best);
+    best.plain = best.outcome;
     if (is_unbeatable(problem, best.outcome, work.load_before[problem.shape.num_ranks])) {
         return best;
     }
@@ -127,6 +139,7 @@ Winner find_winner(const SolveProblem& problem, const std::vector<int64_t>& cand
         solve_range(problem, candidates, work, node_tokens, begin + 1, end + 1, &local);
         const std::lock_guard<std::mutex> lock(best_mutex);
         if (local.index >= 0 && best.loses_to(local.outcome, local.index)) {
+            local.plain = best.plain;
             best = std::move(local);
         }
     });
@@ -170,6 +183,8 @@ void finalize_plan(const SolveProblem& problem, const Winner& winner, const Work
     plan.stats[kStatWinner] = winner.index;
     plan.stats[kStatCap] = winner.outcome.cap;
     plan.stats[kStatSteps] = winner.outcome.steps;
+    plan.stats[kStatTimeBefore] = winner.plain.time;
+    plan.stats[kStatTime] = winner.outcome.time;
 }
 
 }  // namespace

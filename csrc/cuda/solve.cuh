@@ -110,12 +110,17 @@ __device__ inline void solve_candidates(const SolveProblem& problem,
     for (int i = blockIdx.x; i < candidates.count; i += gridDim.x) {
         sum_loads(group.all(), shape, workspace.node_tokens, work);
         sort_loads(group.all(), shape, problem.topology, work);
+        if (problem.objective.kind == kTime) {
+            group.each(shape.num_nodes, [&](const auto& team, int n) {
+                sum_node_flows(team, shape, problem.topology, workspace.node_tokens, work, n);
+            });
+        }
         CandidateSpec spec = unpack_candidate(candidates.packed[i]);
         if (too_many_tokens) {
             spec.rule = kNoCopies;  // sums of int32 cannot be trusted: leave everything at home
         }
-        const Outcome outcome =
-            solve_candidate(group, spec, problem.objective, work, workspace.node_tokens, candidate);
+        const Outcome outcome = solve_candidate(group, spec, problem.objective, work, work,
+                                                workspace.node_tokens, candidate);
         const int64_t first = int64_t{i} * shape.num_spare();
         store_slots(group.all(), candidate, workspace.slot_expert + first,
                     workspace.slot_tokens + first);
@@ -152,6 +157,8 @@ __device__ inline void write_stats(const Outcome& plain, const Outcome& winner, 
     stats[kStatWinner] = index;
     stats[kStatCap] = winner.cap;
     stats[kStatSteps] = winner.steps;
+    stats[kStatTimeBefore] = plain.time;
+    stats[kStatTime] = winner.time;
 }
 
 __device__ inline void finalize_plan(const SolveProblem& problem, const CandidateList& candidates,

@@ -3,6 +3,7 @@
 // what the launcher of its stage in csrc/cuda/*.cu does, with the number of SMs as an argument.
 // Whole numbers are long long, as Emulator.call passes them.
 #include <algorithm>
+#include <cstring>
 
 #include "cuda/combine.cuh"
 #include "cuda/expand.cuh"
@@ -95,7 +96,11 @@ const char* run_solve(const int32_t* counts, const int32_t* table, Int ranks, In
     problem.shape = make_shape(ranks, nodes, experts, spare);
     problem.topology = view_topology_table(table, static_cast<int>(ranks));
     problem.counts = counts;
-    problem.objective = {static_cast<int>(objective[0]), objective[1], objective[2]};
+    problem.objective = {static_cast<int>(objective[0]), objective[1], objective[2], {}};
+    if (problem.objective.kind == kTime) {
+        static_assert(sizeof(CostModel) == kCostModelFields * sizeof(int64_t), "only int64 fields");
+        std::memcpy(&problem.objective.cost, objective + 3, sizeof(CostModel));
+    }
     CandidateList list{};
     list.count = static_cast<int>(num_candidates);
     std::copy(candidates, candidates + num_candidates, list.packed);

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.emulation.harness import SCHEDULES, Emulator, Schedule, Stats, aligned_array
+from topoep.ops import STAT_NAMES
 from topoep.plan import Plan
 
 _UNIT = Path(__file__).with_name("kernel_unit.cpp")
@@ -87,7 +88,7 @@ class Kernels:
             torch.empty(ranks * spare_slots, dtype=torch.int32),
             torch.empty(rows * width, dtype=torch.int32),
             torch.empty(rows, width, dtype=torch.int32),
-            torch.empty(10, dtype=torch.int64),
+            torch.empty(len(STAT_NAMES), dtype=torch.int64),
         ]
         packed = torch.tensor(candidates)
         goal = torch.tensor(objective)

@@ -10,6 +10,7 @@ import topoep
 from tests.emulation.harness import SCHEDULES
 from tests.kernels.kernels import Kernels
 from topoep import ops
+from topoep.objective import Objective
 from topoep.portfolio import Candidate
 
 CANDIDATES = [
@@ -20,7 +21,14 @@ CANDIDATES = [
     Candidate("load#3", "H10022A"),
     Candidate("mean+5%", "F0"),
     Candidate("mean+0.2%", "H12120"),
+    Candidate("mean+1%", "H12112l"),
+    Candidate("mean+0%", "T"),
 ]
+COST = topoep.CostModel(
+    token=100, instance=50, copy=3000, cross_copy=900, grad=5000, cross_grad=1500, network_row=40,
+    hide_forward=1, hide_backward=2, hide_grads=700,
+)  # fmt: skip
+OBJECTIVES = {"balance": topoep.Balance(0.02), "even": topoep.Even(), "time": topoep.Time(COST)}
 
 
 def random_counts(ranks: int, experts: int, seed: int, scale: float = 3000) -> torch.Tensor:
@@ -30,6 +38,18 @@ def random_counts(ranks: int, experts: int, seed: int, scale: float = 3000) -> t
     return (heat * noise * scale).to(torch.int32)
 
 
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: f"{c.cap}:{c.policy}")
+def test_every_candidate_alone(candidate):
+    """Whatever wins above, each kind of candidate is compared on its own too."""
+    topology = topoep.Topology(node_of_rank=[0, 1, 0, 1, 2, 2])
+    for seed in range(4):
+        counts = random_counts(6, 24, seed, scale=300)
+        check_against_cpu(
+            Kernels(SCHEDULES[seed]), counts, topology, 2, 0, [CANDIDATES[0], candidate],
+            topoep.Even() if candidate.policy != "H12112l" else topoep.Time(COST),
+        )  # fmt: skip
+
+
 def check_against_cpu(
     kernels: Kernels,
     counts: torch.Tensor,
@@ -37,7 +57,7 @@ def check_against_cpu(
     spare: int,
     rank: int,
     candidates: list[Candidate],
-    objective: topoep.Balance | topoep.Even,
+    objective: Objective,
     max_shared: int = 96 * 1024,
 ) -> None:
     packed = [candidate.pack() for candidate in candidates]
@@ -62,7 +82,8 @@ def check_against_cpu(
 def test_kernel_equals_cpu_under_every_schedule(schedule):
     topology = topoep.Topology(node_of_rank=[0, 1, 0, 1, 2, 2])
     counts = random_counts(6, 24, schedule.seed)
-    check_against_cpu(Kernels(schedule), counts, topology, 2, 1, CANDIDATES, topoep.Balance(0.01))
+    for objective in OBJECTIVES.values():
+        check_against_cpu(Kernels(schedule), counts, topology, 2, 1, CANDIDATES, objective)
 
 
 SHAPES = {
@@ -80,9 +101,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize(
-    "objective", [topoep.Balance(0.02), topoep.Even()], ids=["balance", "even"]
-)
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_kernel_equals_cpu_for_every_shape(name, objective):
     nodes, experts, spare = SHAPES[name]
     topology = topoep.Topology(node_of_rank=nodes)
@@ -90,7 +109,13 @@ def test_kernel_equals_cpu_for_every_shape(name, objective):
         counts = random_counts(len(nodes), experts, seed)
         rank = seed % len(nodes)
         check_against_cpu(
-            Kernels(SCHEDULES[seed]), counts, topology, spare, rank, CANDIDATES, objective
+            Kernels(SCHEDULES[seed]),
+            counts,
+            topology,
+            spare,
+            rank,
+            CANDIDATES,
+            OBJECTIVES[objective],
         )
 
 
