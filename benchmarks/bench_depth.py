@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How deep a candidate is: dependent steps, and barriers and warp collectives of the kernel itself.
+
+A step is one repetition of a loop of the planner (docs/algorithm.md, section 8). The chain is the
+longest sequence of barriers and collectives that had to follow one another, counted by running the
+kernel under the emulation; divided by the steps it says what a step costs. No GPU needed, and no
+time measured: the last column multiplies the chain with a stated guess of cycles per link.
+
+#wrong counts kernels whose plan differs from the CPU form's.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from common import lognormal_counts, parse_arguments, report
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import topoep  # noqa: E402
+from tests.emulation.harness import Schedule  # noqa: E402
+from tests.kernels.kernels import Kernels  # noqa: E402
+from topoep import ops  # noqa: E402
+from topoep.portfolio import EMPTY_PLAN, GENERAL  # noqa: E402
+
+# A warp collective (redux, shuffle: about 20 cycles) with the shared-memory loads (about 30) and the
+# arithmetic before it; a guess for sm_90, to be replaced by a measurement.
+CYCLES_PER_LINK = 60
+SHAPES = [(16, 256), (32, 256), (64, 256), (128, 256), (256, 512)]
+SIGMAS = (0.5, 1.0, 2.0)
+
+
+def steps_of(counts: torch.Tensor, topology: topoep.Topology) -> dict[str, list[int]]:
+    """Dependent steps of every candidate of the general list that makes copies."""
+    steps: dict[str, list[int]] = {"H": [], "F": []}
+    for candidate in GENERAL:
+        plan = topoep.solve(counts, topology, 2, topoep.Even(), candidates=[candidate])
+        stats = plan.stats()
+        if int(stats["candidate"]) == 1:
+            steps[candidate.policy[0]].append(int(stats["steps"]))
+    return steps
+
+
+def chain_of(counts: torch.Tensor, topology: topoep.Topology) -> tuple[float, int]:
+    """Chain links of one typical candidate beyond those of the empty plan, and #wrong."""
+    kernels = Kernels(Schedule(1, "in_order", 0), num_sms=64)
+    chains, wrong = [], 0
+    for candidates in ([EMPTY_PLAN], [EMPTY_PLAN, GENERAL[0]]):
+        packed = [candidate.pack() for candidate in candidates]
+        arguments = (counts, topology.table(), 2, packed, topoep.Even().to_ints(), 0)
+        before = kernels.stats()
+        got = kernels.solve(*arguments)
+        chains.append((kernels.stats() - before).chain)
+        expected = ops.solve(*arguments)
+        wrong += not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    plan = topoep.solve(counts, topology, 2, topoep.Even(), candidates=[GENERAL[0]])
+    return (chains[1] - chains[0]) / max(int(plan.stats()["steps"]), 1), wrong
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    rows = []
+    for ranks, experts in SHAPES:
+        topology = topoep.Topology(num_nodes=ranks // 8, ranks_per_node=8)
+        steps: dict[str, list[int]] = {"H": [], "F": []}
+        for sigma in SIGMAS:
+            counts = lognormal_counts(ranks, experts, seed=1, sigma=sigma)
+            for kind, values in steps_of(counts, topology).items():
+                steps[kind] += values
+        per_step, wrong = chain_of(counts, topology)
+        mean = sum(steps["H"]) / len(steps["H"])
+        rows.append(
+            {
+                "R": ranks,
+                "E": experts,
+                "H steps": mean,
+                "H worst": max(steps["H"]),
+                "F steps": sum(steps["F"]) / len(steps["F"]),
+                "F worst": max(steps["F"]),
+                "links per step": per_step,
+                "cycles, guessed": mean * per_step * CYCLES_PER_LINK,
+                "#wrong": wrong,
+            }
+        )
+    report("bench_depth", arguments, rows)
+
+
+if __name__ == "__main__":
+    main()
