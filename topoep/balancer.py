@@ -72,6 +72,7 @@ class Balancer:
         objective: what makes a plan good; ``Balance(0.01)`` if None.
         replica_policy: ``"refetch"``: all layers share the spare slots, backward fetches the copies
             again; ``"keep"``: every call has its own, kept until its backward.
+        solver: ``"portfolio"`` or ``"taot"``, see :func:`topoep.solve`.
         candidates: what to try instead of the default list.
 
     Raises:
@@ -89,6 +90,7 @@ class Balancer:
         transport: str = "auto",
         objective: Objective | None = None,
         replica_policy: str = "refetch",
+        solver: str = "portfolio",
         candidates: Sequence[Candidate] | None = None,
     ) -> None:
         self.transport = make_transport(
@@ -103,7 +105,7 @@ class Balancer:
                     f"replica_policy={replica_policy!r}; expected one of "
                     f"{', '.join(REPLICA_POLICIES)}"
                 )
-            self._candidates = choose_candidates(objective, candidates)
+            self._candidates = choose_candidates(objective, solver, candidates)
             fields = self._fingerprint(replica_policy)
         except (TypeError, ValueError) as error:
             problem, fields = error, dict.fromkeys(_FIELDS, 0)

@@ -303,6 +303,7 @@ def solve(
     objective: Objective | None = None,
     *,
     rank: int | None = None,
+    solver: str = "portfolio",
     candidates: Sequence[Candidate] | None = None,
 ) -> Plan:
     """Makes the plan for given counts: a pure function, without communication.
@@ -316,6 +317,8 @@ def solve(
         spare_slots: S, copies that a rank can hold.
         objective: ``Balance(0.01)`` if None.
         rank: fill ``plan.send`` and ``plan.recv`` for this rank.
+        solver: ``"portfolio"`` tries many candidates; ``"taot"`` matches surplus and room by
+            entropy-regularised optimal transport in fixed point (docs/algorithm.md).
         candidates: what to try instead of the default list; an empty plan is put before them.
 
     Raises:
@@ -331,4 +334,4 @@ def solve(
     check_counts(counts, config)
     if rank is not None:
         config.check_rank(rank)
-    return make_plan(config, counts, choose_candidates(objective, candidates), rank)
+    return make_plan(config, counts, choose_candidates(objective, solver, candidates), rank)

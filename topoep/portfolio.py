@@ -90,6 +90,11 @@ class Candidate:
 
 EMPTY_PLAN = Candidate("none")
 
+# What "taot" tries besides the empty plan: surplus and room matched by optimal transport.
+TRANSPORT_PLAN = Candidate("mean+0%", "T")
+
+SOLVERS = ("portfolio", "taot")
+
 # Ten policies, in the order in which a greedy choice over many loads takes them.
 POLICIES = (
     "H22112", "F", "H10122", "F0", "H02122", "H12012", "H12120", "H20020", "H20122", "H10022",
@@ -128,16 +133,25 @@ def default_candidates(objective: Objective) -> tuple[Candidate, ...]:
 
 
 def choose_candidates(
-    objective: Objective, candidates: Sequence[Candidate] | None
+    objective: Objective, solver: str, candidates: Sequence[Candidate] | None
 ) -> tuple[Candidate, ...]:
-    """The given candidates, or the default ones, behind the empty plan.
+    """The given candidates, or those of the solver, behind the empty plan.
 
     Raises:
         TypeError: something that is no Candidate.
-        ValueError: more than a solve can take.
+        ValueError: an unknown solver, candidates for a solver that has its own, or more candidates
+            than a solve can take.
     """
+    if solver not in SOLVERS:
+        raise ValueError(f"solver={solver!r}; expected one of {', '.join(SOLVERS)}")
     if candidates is None:
-        return default_candidates(objective)
+        taot = solver == "taot"
+        return (EMPTY_PLAN, TRANSPORT_PLAN) if taot else default_candidates(objective)
+    if solver != "portfolio":
+        raise ValueError(
+            f"solver={solver!r} brings its own candidates; leave candidates=None, or use "
+            "solver='portfolio'"
+        )
     for candidate in candidates:
         if not isinstance(candidate, Candidate):
             raise TypeError(
