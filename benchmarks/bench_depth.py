@@ -19,11 +19,11 @@ from common import lognormal_counts, parse_arguments, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import topoep  # noqa: E402
-from tests.emulation.harness import Schedule  # noqa: E402
-from tests.kernels.kernels import Kernels  # noqa: E402
-from topoep import ops  # noqa: E402
-from topoep.portfolio import EMPTY_PLAN, GENERAL  # noqa: E402
+import topoep
+from tests.emulation.harness import Schedule
+from tests.kernels.kernels import Kernels
+from topoep import ops
+from topoep.portfolio import EMPTY_PLAN, GENERAL
 
 # A warp collective (redux, shuffle: about 20 cycles) with the shared-memory loads (about 30) and the
 # arithmetic before it; a guess for sm_90, to be replaced by a measurement.

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token counts to plan for: what routers do, what others measure with, and what is awkward.
+
+Every generator is deterministic from its seed and gives int32 counts ``[.., R, E]``: tokens that
+source rank r routes to expert e, whose home is rank ``e // (E / R)``. Unless said otherwise a rank
+has 8192 tokens and top-8 routing.
+
+Sources, as far as they are others' ideas:
+
+- ``lognormal`` popularity with its width bisected to a given skew: DeepEP pull request 393, which
+  found it the best fit to DeepSeek-V3; vLLM issue 57598 does the same.
+- ``zipf_rank``: the generator of UltraEP's tests. Rank i is hot as 1 / i^a and its j-th expert as
+  1 / j^4, so the hot ranks are neighbours and node 0 holds all of them.
+- ``MEGATRON`` W0 to W7: the patterns of Megatron-LM pull request 7488. What each isolates is public
+  there; the constants are ours.
+- ``concentrated``: the scenario of the LLEP paper.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Counts = npt.NDArray[np.int32]
+Weights = npt.NDArray[np.float64]
+
+TOKENS = 8192
+TOP_K = 8
+
+_LOCAL_SKEW = 4.0  # of the experts of one rank in zipf_rank
+_HOT_NODE_SIGMA = 0.5  # of the experts in hot_node, besides the node's own heat
+_MAX_KNOB = 8.0
+_SKEW_ERROR = 0.02  # a generated skew may miss its target by this much
+
+
+def inclusion(weights: Weights, top_k: int) -> Weights:
+    """Probability of each expert to be among the k distinct ones of a token.
+
+    Drawing without replacement is close to independent draws with 1 - exp(-rate * weight) and the
+    rate at which they sum to k; unlike k times the share it never exceeds one.
+    """
+
+    def expected(rate: float) -> float:
+        return float((1 - np.exp(-rate * weights)).sum())
+
+    low, high = 0.0, 1.0
+    while expected(high) < top_k:
+        high *= 2
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected(middle) < top_k else (low, middle)
+    return 1 - np.exp(-high * weights)
+
+
+def sample(
+    probability: Weights, ranks: int, rng: np.random.Generator, tokens: int = TOKENS
+) -> Counts:
+    """Counts ``[R, E]`` of ranks that all like the same experts."""
+    return rng.binomial(tokens, probability.clip(0, 1), (ranks, len(probability))).astype(np.int32)
+
+
+def skew(load: npt.NDArray[np.number], ranks: int) -> float:
+    """Largest rank load over the mean, from loads per expert ``[E]``."""
+    per_rank = load.reshape(ranks, -1).sum(1)
+    return float(per_rank.max() / per_rank.mean())
+
+
+# ---- popularity with a given skew ----------------------------------------------------------------
+# A family gives the weights of the experts for one knob, on which the skew grows.
+
+_Family = Callable[[float], Weights]
+
+
+def _lognormal(ranks: int, experts: int, node_ranks: int, rng: np.random.Generator) -> _Family:
+    normal = rng.standard_normal(experts)
+    return lambda knob: np.exp(knob * normal)
+
+
+def _zipf(ranks: int, experts: int, order: npt.NDArray[np.int64]) -> _Family:
+    local = 1 / np.arange(1, experts // ranks + 1) ** _LOCAL_SKEW
+    return lambda knob: np.outer((1 / np.arange(1, ranks + 1) ** knob)[order], local).ravel()
+
+
+def _zipf_rank(ranks: int, experts: int, node_ranks: int, rng: np.random.Generator) -> _Family:
+    return _zipf(ranks, experts, np.arange(ranks))
+
+
+def _zipf_rank_shuf(ranks: int, experts: int, node_ranks: int, rng: np.random.Generator) -> _Family:
+    return _zipf(ranks, experts, rng.permutation(ranks))
+
+
+def _hot_node(ranks: int, experts: int, node_ranks: int, rng: np.random.Generator) -> _Family:
+    noise = _HOT_NODE_SIGMA * rng.standard_normal(experts)
+    hot = np.arange(experts) // (experts // ranks) < node_ranks
+    return lambda knob: np.exp(noise + knob * hot)
+
+
+FAMILIES = {
+    "lognormal": _lognormal,
+    "zipf_rank": _zipf_rank,
+    "zipf_rank_shuf": _zipf_rank_shuf,
+    "hot_node": _hot_node,
+}
+
+
+def popularity(
+    kind: str,
+    ranks: int,
+    experts: int,
+    target: float,
+    rng: np.random.Generator,
+    node_ranks: int = 8,
+) -> tuple[Weights, Weights]:
+    """Weights ``[E]`` of a kind, and the inclusion probabilities ``[E]`` that they lead to.
+
+    The largest rank load over the mean is ``target`` in expectation.
+
+    Raises:
+        ValueError: no width of this kind of popularity is as skewed as that.
+    """
+    for _ in range(50):  # some draws cannot be that skewed: every expert gets at most all tokens
+        family = FAMILIES[kind](ranks, experts, node_ranks, rng)
+        low, high = 0.0, _MAX_KNOB
+        for _ in range(40):
+            middle = (low + high) / 2
+            reached = skew(inclusion(family(middle), TOP_K), ranks)
+            low, high = (middle, high) if reached < target else (low, middle)
+        weights = family(high)
+        probability = inclusion(weights, TOP_K)
+        if abs(skew(probability, ranks) / target - 1) <= _SKEW_ERROR:
+            return weights, probability
+    raise ValueError(f"{kind} over {ranks} ranks and {experts} experts never has skew {target}")
+
+
+def skewed(
+    kind: str,
+    ranks: int,
+    experts: int,
+    target: float,
+    seed: int,
+    microbatches: int = 2,
+    node_ranks: int = 8,
+) -> Counts:
+    """Microbatches ``[M, R, E]`` of one skewed popularity of ``FAMILIES``."""
+    rng = np.random.default_rng(seed)
+    _, probability = popularity(kind, ranks, experts, target, rng, node_ranks)
+    return np.stack([sample(probability, ranks, rng) for _ in range(microbatches)])
+
+
+# ---- sequences -----------------------------------------------------------------------------------
+
+
+def drifting(
+    ranks: int, experts: int, target: float, seed: int, steps: int = 24, memory: float = 0.95
+) -> Counts:
+    """Lognormal popularity that wanders: ``[steps, R, E]``.
+
+    The logarithms follow z' = memory * z + sqrt(1 - memory^2) * normal, so their width stays what
+    the first step needs for ``target`` while other experts become the hot ones.
+    """
+    rng = np.random.default_rng(seed)
+    log_weight = np.log(popularity("lognormal", ranks, experts, target, rng)[0])
+    width = log_weight.std()
+    sequence = []
+    for _ in range(steps):
+        sequence.append(sample(inclusion(np.exp(log_weight), TOP_K), ranks, rng))
+        change = width * rng.standard_normal(experts)
+        log_weight = memory * log_weight + np.sqrt(1 - memory**2) * change
+    return np.stack(sequence)
+
+
+def bursty(
+    ranks: int, experts: int, target: float, seed: int, steps: int = 24, chance: float = 1 / 6
+) -> Counts:
+    """A steady lognormal popularity, and now and then two experts that are 20 times as popular.
+
+    A burst lasts one to three steps; ``[steps, R, E]``.
+    """
+    rng = np.random.default_rng(seed)
+    steady, _ = popularity("lognormal", ranks, experts, target, rng)
+    boost, left = np.ones(experts), 0
+    sequence = []
+    for _ in range(steps):
+        if left == 0:
+            boost = np.ones(experts)
+            if rng.random() < chance:
+                boost[rng.choice(experts, 2, replace=False)] = 20.0
+                left = int(rng.integers(1, 4))
+        left = max(left - 1, 0)
+        sequence.append(sample(inclusion(steady * boost, TOP_K), ranks, rng))
+    return np.stack(sequence)
+
+
+# ---- Megatron-LM's patterns ----------------------------------------------------------------------
+
+MEGATRON = {
+    "W0": "round robin",
+    "W1": "the first quarter of the experts is hot for 3 of 4 tokens",
+    "W2": "a contiguous block of experts, as many as a rank holds, is hot for 3 of 4 tokens",
+    "W3": "every other expert is hot for 3 of 4 tokens",
+    "W4": "even experts, ragged sources",
+    "W5": "half of the experts, and so half of the ranks, get nothing",
+    "W6": "a hot block that moves every 3 steps",
+    "W7": "even, but W1 in one of 4 steps",
+}
+
+
+def megatron(workload: str, ranks: int, experts: int, seed: int, step: int) -> Counts:
+    """Counts ``[R, E]`` of one step of a pattern of ``MEGATRON``."""
+    rng = np.random.default_rng([seed, step, int(workload[1:])])
+    even = np.ones(experts)
+    block = max(experts // ranks, TOP_K)
+    if workload == "W0":
+        first = np.arange(ranks)[:, None] * TOKENS * TOP_K
+        ids = (first + np.arange(TOKENS * TOP_K)) % experts
+        return np.stack([np.bincount(row, minlength=experts) for row in ids]).astype(np.int32)
+    if workload == "W4":
+        tokens = (TOKENS * rng.normal(0.5, 0.35, ranks).clip(0, 1)).astype(np.int64)
+        share = inclusion(even, TOP_K)
+        return rng.binomial(tokens[:, None], share, (ranks, experts)).astype(np.int32)
+    if workload == "W5":
+        alive = np.arange(experts) < experts // 2
+        return sample(inclusion(even * alive, TOP_K), ranks, rng)
+    hot = np.zeros(experts, dtype=bool)
+    if workload == "W1" or (workload == "W7" and step % 4 == 3):
+        hot[: experts // 4] = True
+    elif workload == "W2":
+        hot[:block] = True
+    elif workload == "W3":
+        hot[::2] = True
+    elif workload == "W6":
+        place = int(np.random.default_rng([seed, step // 3]).integers(experts // block))
+        hot[place * block : (place + 1) * block] = True
+    if not hot.any():
+        return sample(inclusion(even, TOP_K), ranks, rng)
+    chosen = int(TOKENS * 0.75)
+    return sample(inclusion(even * hot, TOP_K), ranks, rng, chosen) + sample(
+        inclusion(even, TOP_K), ranks, rng, TOKENS - chosen
+    )
+
+
+# ---- others --------------------------------------------------------------------------------------
+
+
+def concentrated(
+    ranks: int,
+    experts: int,
+    percent: int,
+    hot_experts: int,
+    top_k: int,
+    seed: int,
+    microbatches: int = 2,
+) -> Counts:
+    """The LLEP scenario: this many percent of all routed tokens go to the first few experts.
+
+    ``[M, R, E]``. The scenario is synthetic: it ignores that a token's experts are distinct.
+    """
+    rng = np.random.default_rng([seed, percent, hot_experts])
+    share = np.full(experts, (1 - percent / 100) / (experts - hot_experts))
+    share[:hot_experts] = percent / 100 / hot_experts
+    return rng.multinomial(TOKENS * top_k, share, (microbatches, ranks)).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Routing recorded from a training run."""
+
+    counts: Counts  # [steps, layers, R, E]
+    node_of_rank: tuple[int, ...]
+    spare_slots: int
+
+
+def recorded(path: Path) -> Trace:
+    """Reads the ``trace.npz`` that ``python -m topoep.demo`` writes.
+
+    Raises:
+        ValueError: another format.
+    """
+    with np.load(path, allow_pickle=False) as trace:
+        if "format" not in trace or trace["format"] != 1:
+            raise ValueError(f"{path} is no trace of format 1 (see topoep.demo)")
+        return Trace(
+            trace["counts"].astype(np.int32),
+            tuple(int(node) for node in trace["node_of_rank"]),
+            int(json.loads(str(trace["meta"]))["spare_slots"]),
+        )
+
+
+def with_history(sequence: Counts, window: int) -> Iterator[tuple[Counts, Counts]]:
+    """(counts, history) of every step that has a full window behind it.
+
+    The history is the sum over the last full window, as a balancer sees it that plans anew after
+    every ``window`` steps.
+    """
+    for step in range(window, len(sequence)):
+        begin = (step // window - 1) * window
+        yield sequence[step], sequence[begin : begin + window].sum(0, dtype=np.int64)
