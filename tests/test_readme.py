@@ -43,6 +43,19 @@ def test_every_file_a_page_links_to_exists(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+@page
+def test_every_test_a_page_names_exists(page):
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
+        assert f"def {name}(" in (ROOT / path).read_text(), name
+
+
+def test_every_field_test_is_listed():
+    listed = (ROOT / "docs/field-cases.md").read_text()
+    for path in (ROOT / "tests/field").glob("test_*.py"):
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE):
+            assert name in listed, name
+
+
 def test_commands_of_the_readme_exist():
     text = "".join(page.read_text() for page in PAGES)
     makefile = (ROOT / "Makefile").read_text()

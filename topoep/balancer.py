@@ -7,7 +7,7 @@ import hashlib
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 from topoep import ops
 from topoep._version import __version__
 from topoep.checks import check_type
+from topoep.debug import check_plan, debug_mode
 from topoep.objective import Objective, check_objective
 from topoep.plan import MAX_TOKENS, Plan, PlanConfig, check_counts, make_plan
 from topoep.portfolio import Candidate, choose_candidates
@@ -34,6 +35,7 @@ REPLICA_POLICIES = ("refetch", "keep")
 _FIELDS = (
     "valid",
     "version",
+    "debug",
     "num_experts",
     "spare_slots",
     "node_of_rank",
@@ -98,6 +100,7 @@ class Balancer:
         )
         problem: Exception | None = None
         try:
+            self._debug = debug_mode()
             objective = check_objective(objective)
             self.config = PlanConfig(topology, num_experts, spare_slots, objective)
             if replica_policy not in REPLICA_POLICIES:
@@ -120,6 +123,17 @@ class Balancer:
             weakref.WeakKeyDictionary()
         )
         self._replay = Replay()
+        self._num_plans = 0
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Balancer:
+        """Copies of a model share its balancer, as they share its process group."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Balancer belongs to a process group and cannot be pickled; save the model's "
+            "state_dict(), which it is no part of"
+        )
 
     # ---- sizes ---------------------------------------------------------------------------------
 
@@ -147,6 +161,11 @@ class Balancer:
     def held_ranks(self) -> tuple[int, ...]:
         """The ranks whose data this process holds."""
         return self.transport.held
+
+    @property
+    def num_plans(self) -> int:
+        """Plans made so far; recomputations make none. For monitoring that balancing goes on."""
+        return self._num_plans
 
     # ---- planning ------------------------------------------------------------------------------
 
@@ -209,9 +228,13 @@ class Balancer:
         self, counts: Tensor, num_invalid: Tensor | None, ids: tuple[Tensor, ...]
     ) -> Plan:
         rank = self.held_ranks[0] if len(self.held_ranks) == 1 else None
-        return make_plan(
+        plan = make_plan(
             self.config, counts, self._candidates, rank, num_invalid, owner=self, topk_ids=ids
         )
+        if self._debug:
+            check_plan(plan, self.transport)
+        self._num_plans += 1
+        return plan
 
     def history(self, layer: object) -> PlanHistory:
         """The plans of one layer that backward may still need."""
@@ -429,6 +452,7 @@ class Balancer:
         return {
             "valid": 1,
             "version": _digest(__version__),
+            "debug": int(self._debug),
             "num_experts": self.num_experts,
             "spare_slots": self.spare_slots,
             "node_of_rank": _digest(self.topology.node_of_rank),

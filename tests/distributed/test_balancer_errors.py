@@ -305,3 +305,9 @@ def test_experts_module_arguments(balancer):
     plan = balancer.plan([ids, ids])
     with pytest.raises(ValueError, match="not made for the topk_ids of rank 0"):
         layer([x, x], [ids + 1, ids], [w, w], plan=plan)
+
+
+def test_debug_mode_is_zero_or_one(monkeypatch):
+    monkeypatch.setenv("TOPOEP_DEBUG", "yes")
+    with pytest.raises(ValueError, match="TOPOEP_DEBUG='yes'; expected 0 or 1"):
+        topoep.Balancer(topoep.Topology(1, 2), 4)
