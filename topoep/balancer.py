@@ -16,7 +16,7 @@ from torch import Tensor
 from topoep import ops
 from topoep._version import __version__
 from topoep.checks import check_type
-from topoep.debug import check_plan, debug_mode
+from topoep.debug import check_call, check_plan, debug_mode
 from topoep.objective import Objective, check_objective
 from topoep.plan import MAX_TOKENS, Plan, PlanConfig, check_counts, make_plan
 from topoep.portfolio import Candidate, choose_candidates
@@ -193,6 +193,7 @@ class Balancer:
         if in_backward():
             replayed = self._replay.next_plan()
             return replayed if replayed is not None else history.find(ids)
+        self.debug_check("plan")
         counted = [ops.histogram(tensor, self.num_experts) for tensor in ids]
         counts = self.transport.exchange([counts for counts, _ in counted])
         invalid = torch.stack([invalid for _, invalid in counted]).sum(dtype=torch.int32)
@@ -211,6 +212,7 @@ class Balancer:
             TypeError, ValueError: as for :func:`topoep.solve`.
         """
         check_counts(counts, self.config)
+        self.debug_check("plan_from_counts")
         return self._make_plan(counts, None, ())
 
     def checkpoint_contexts(
@@ -307,6 +309,7 @@ class Balancer:
                         f"weights holds a tensor of shape {tuple(tensor.shape)} and strides "
                         f"{tensor.stride()}; expected contiguous tensors (tensor.contiguous())"
                     )
+        self.debug_check("replicate", plan)
         lease = Lease(self.transport, self._buffer(per_rank), plan, per_rank)
         plan.usage.leases.append(weakref.ref(lease))
         flat = [t for tensors in per_rank for t in tensors]
@@ -369,12 +372,18 @@ class Balancer:
                     raise ValueError(
                         "out must be contiguous floating-point tensors; it is changed in place"
                     )
+        self.debug_check("reduce_grads", plan)
         if self.spare_slots > 0:
             with torch.no_grad():
                 self.transport.reduce_grads(plan, grads, homes)
                 for tensors in grads:
                     for grad in tensors:
                         grad.zero_()
+
+    def debug_check(self, call: str, plan: Plan | None = None) -> None:
+        """With ``TOPOEP_DEBUG=1``: raises on all ranks unless all make this call with this plan."""
+        if self._debug and not in_backward():
+            check_call(call, plan, self.transport)
 
     # ---- checks --------------------------------------------------------------------------------
 

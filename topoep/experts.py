@@ -150,6 +150,7 @@ class BalancedExperts(nn.Module):
             ops.expand(x_, pair_of_row, row_of_pair)[: sum(splits)]
             for x_, (pair_of_row, row_of_pair), splits in zip(xs, orders, send, strict=True)
         ]
+        bal.debug_check("dispatch", plan)
         arrived = bal.transport.all_to_all(tokens, send, recv)
         outputs = self._compute(arrived, rows, plan)
         returned = bal.transport.all_to_all(outputs, recv, send)

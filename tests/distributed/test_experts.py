@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
@@ -31,6 +32,7 @@ class Setup:
     policy: str = "refetch"
     layers: int = 1
     microbatches: int = 1
+    in_flight: int = 99  # microbatches whose backward is still to come, at most
     recompute: str = ""  # "": none, "layer" or "contexts"
     frozen: bool = False
     seed: int = 0
@@ -115,16 +117,20 @@ def reference_results(setup: Setup, rank: int, group: dist.ProcessGroup):
 
 
 def compare(setup: Setup, rank: int, group: dist.ProcessGroup) -> int:
-    """Runs forward for all microbatches, then backward in the same order (1F1B keeps it)."""
+    """Runs forward and backward of all microbatches, the oldest backward first (1F1B)."""
     place = dist.get_rank(group)
     layers = build_layers(setup, place, group)
-    runs = []
+    runs, waiting = [], deque()
     for problem in problems_of(setup, place):
         x = problem.x.clone().requires_grad_()
         w = problem.weights.clone().requires_grad_()
-        runs.append((problem, x, w, run_model(layers, problem, x, w, setup)))
-    for problem, _, _, y in runs:
-        y.backward(problem.grad_y)
+        y = run_model(layers, problem, x, w, setup)
+        runs.append((problem, x, w, y))
+        waiting.append((y, problem.grad_y))
+        if len(waiting) == setup.in_flight:
+            torch.autograd.backward(*waiting.popleft())
+    for y, grad_y in waiting:
+        y.backward(grad_y)
     outputs, grads = reference_results(setup, place, group)
     got = [grad for _, x, w, _ in runs for grad in (x.grad, w.grad)]
     for layer in layers:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,7 +67,8 @@ class C10dTransport(HostTransport):
         gathered = values.new_empty(self.topology.num_ranks * values.numel())
         # The newer name of the same call, where torch has it: the older one warns there.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(gathered, values, group=self.group)
+        with _explained("gathering the counts of all ranks", self.group):
+            gather(gathered, values, group=self.group)
         return gathered.view(self.topology.num_ranks, -1)
 
     def all_to_all(
@@ -80,6 +82,19 @@ class C10dTransport(HostTransport):
             rows[0], list(send_splits[0]), list(recv_splits[0]), self.group
         )
         return [received]
+
+
+@contextmanager
+def _explained(doing: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Says in the error of a collective what it was for, and what to look at."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{doing} failed on rank {dist.get_rank(group)} of {dist.get_world_size(group)}: "
+            f"{error}\nAnother rank has raised, died, was slower than the group's timeout, or made "
+            "another call than this one: see its output. TOPOEP_DEBUG=1 compares the calls first"
+        ) from error
 
 
 class _AllToAll(torch.autograd.Function):
@@ -96,7 +111,8 @@ class _AllToAll(torch.autograd.Function):
         ctx.splits = send_splits, recv_splits
         ctx.group = group
         out = rows.new_empty((sum(recv_splits), *rows.shape[1:]))
-        dist.all_to_all_single(out, rows.contiguous(), recv_splits, send_splits, group=group)
+        with _explained("exchanging rows with the other ranks", group):
+            dist.all_to_all_single(out, rows.contiguous(), recv_splits, send_splits, group=group)
         return out
 
     @staticmethod
