@@ -34,7 +34,7 @@ $(VENV)/nvcc.stamp: $(VENV)/tools.stamp
 	touch $@
 
 $(VENV)/build.stamp: $(VENV)/tools.stamp $(SOURCES)
-	$(PIP) --no-build-isolation --no-deps -e .
+	TOPOEP_WERROR=1 $(PIP) --no-build-isolation --no-deps -e .
 	touch $@
 
 demo: $(VENV)/build.stamp

@@ -140,7 +140,8 @@ class Plan:
         system += [self.nccl_include] if self.nccl_include else []
         return [
             "-O3", "-g0", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
-            "-fwrapv", "-Wall", "-Wextra", f"-DTORCH_TARGET_VERSION={STABLE_ABI}",
+            "-fwrapv", "-Wall", "-Wextra", *(["-Werror"] if choice("TOPOEP_WERROR") == "1" else []),
+            f"-DTORCH_TARGET_VERSION={STABLE_ABI}",
             f"-I{CSRC}", f"-I{build}", *(f"-isystem {folder}" for folder in system),
         ]  # fmt: skip
 
@@ -204,7 +205,10 @@ class NinjaBuild(build_ext):
         if not header.exists() or header.read_text() != text:
             header.write_text(text)
         (build / "build.ninja").write_text(plan.ninja_file(build, output))
-        jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+        asked = os.environ.get("MAX_JOBS", "")
+        if asked and not (asked.isdecimal() and int(asked) > 0):
+            sys.exit(f"MAX_JOBS={asked!r}: expected a positive number of compilations")
+        jobs = ["-j", asked] if asked else []
         subprocess.run(["ninja", "-C", str(build), *jobs], check=True)
 
 
