@@ -22,10 +22,51 @@ struct PlanCopies {
     const int32_t* copy_slots;    // [R * S]
 };
 
+// Where a rank is: its node, and its index among the ranks of the node.
+struct Place {
+    int node;
+    int local;
+};
+
+TOPOEP_HD Place place_of(const TopologyView& topology, int rank) {
+    const int position = topology.position_of[rank];
+    const int node = topology.node_at[position];
+    return {node, position - topology.node_begin[node]};
+}
+
+TOPOEP_HD int rank_of(const TopologyView& topology, int node, int local) {
+    return topology.rank_at[topology.node_begin[node] + local];
+}
+
+// One entry of the list of copies.
+struct Copy {
+    int expert;
+    int rank;
+    int slot;  // spare slot of the rank
+    int node;
+    int local;
+};
+
+TOPOEP_HD Copy load_copy(const DataPlaneConfig& config, const TopologyView& topology,
+                         const PlanCopies& copies, int entry) {
+    const int physical = copies.copy_slots[entry];
+    const int rank = physical / config.slots_per_rank();
+    const int slot = physical % config.slots_per_rank() - config.experts_per_rank();
+    const Place place = place_of(topology, rank);
+    return {copies.slot_expert[rank * config.spare_slots + slot], rank, slot, place.node,
+            place.local};
+}
+
+TOPOEP_HD int home_rank(const DataPlaneConfig& config, int expert) {
+    return expert / config.experts_per_rank();
+}
+
 // Of one rank; device memory, int32, stream_lists_size() entries in all.
 struct StreamLists {
     int32_t* pair_index;  // [R * S] of a leading entry: its pair's index in its stream, when this
                           // node is one end of it; else -1
+    int32_t* out_order;   // [R * S] leading entries of the pairs that leave this node, ascending
+    int32_t* in_order;    // [R * S] .. of the pairs that this node imports
     int32_t* out_begin;   // [N + 1] pairs that leave this node: stream to node n is
     int32_t* out_entry;   //   out_entry[out_begin[n] .. out_begin[n + 1]), leading entries
     int32_t* in_begin;    // [N + 1] pairs that this node imports, by home node m
@@ -39,13 +80,15 @@ struct StreamLists {
 TOPOEP_HD int64_t stream_lists_size(const DataPlaneConfig& config) {
     const int64_t entries = config.num_spare();
     const int64_t nodes = config.num_nodes + 1;
-    return 3 * entries + 2 * nodes + 1 + config.num_experts + 1 + 3 * config.spare_slots;
+    return 5 * entries + 2 * nodes + 1 + config.num_experts + 1 + 3 * config.spare_slots;
 }
 
 TOPOEP_HD StreamLists view_stream_lists(int32_t* memory, const DataPlaneConfig& config) {
     StreamLists lists{};
     lists.pair_index = memory;
-    lists.out_begin = lists.pair_index + config.num_spare();
+    lists.out_order = lists.pair_index + config.num_spare();
+    lists.in_order = lists.out_order + config.num_spare();
+    lists.out_begin = lists.in_order + config.num_spare();
     lists.out_entry = lists.out_begin + config.num_nodes + 1;
     lists.in_begin = lists.out_entry + config.num_spare();
     lists.in_entry = lists.in_begin + config.num_nodes + 1;
