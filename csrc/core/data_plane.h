@@ -34,6 +34,8 @@ struct DataPlaneConfig {
     TOPOEP_HD int experts_per_rank() const { return num_experts / num_ranks; }
     TOPOEP_HD int slots_per_rank() const { return experts_per_rank() + spare_slots; }
     TOPOEP_HD int num_spare() const { return num_ranks * spare_slots; }
+    // One row of counts in the window: whole vectors, so that every row can be put.
+    TOPOEP_HD int64_t count_row_bytes() const { return (num_experts + 3) / 4 * 16; }
 };
 
 // One direction of the network: weights forward, partial gradients backward. Offsets are bytes in
@@ -52,7 +54,8 @@ struct RingLayout {
 
 // One symmetric window per rank: all offsets are equal on all ranks.
 struct WindowLayout {
-    int64_t counts;        // int32 [2, R, E]: rows of all ranks, by parity of the generation
+    int64_t counts;        // [2, R, count_row_bytes]: int32 rows of all ranks, by parity of the
+                           // generation
     int64_t counts_ready;  // uint64 [R]: generation of the row of rank r
     int64_t grads_ready;   // uint64 [G]: rank h of this node has final slot gradients
     int64_t grads_read;    // uint64 [G]: rank h of this node reads this rank's slots no more
@@ -87,7 +90,7 @@ inline WindowLayout make_window_layout(const DataPlaneConfig& config) {
         window.num_signals += static_cast<uint32_t>(2 * nodes * slots);
         return layout;
     };
-    window.counts = take(2 * ranks * config.num_experts * int64_t{sizeof(int32_t)});
+    window.counts = take(2 * ranks * config.count_row_bytes());
     window.counts_ready = take(ranks * kFlag);
     window.grads_ready = take(local_ranks * kFlag);
     window.grads_read = take(local_ranks * kFlag);

@@ -36,4 +36,32 @@ inline ExpertLayout make_expert_layout(int num_tensors, const int64_t* row_units
     return layout;
 }
 
+// How a packed row is cut: shard g goes over rail g, in chunks.
+struct ShardCut {
+    int64_t total;
+    int64_t shard;  // of every rail but the last ones, which may be short or empty
+    int64_t chunk;
+
+    TOPOEP_HD int64_t shard_begin(int rail) const { return rail * shard; }
+    TOPOEP_HD int64_t shard_length(int rail) const {
+        const int64_t left = total - shard_begin(rail);
+        return left < 0 ? 0 : left < shard ? left : shard;
+    }
+    TOPOEP_HD int num_chunks(int rail) const {
+        return static_cast<int>((shard_length(rail) + chunk - 1) / chunk);
+    }
+    TOPOEP_HD int64_t chunk_begin(int rail, int index) const {
+        return shard_begin(rail) + index * chunk;
+    }
+    TOPOEP_HD int64_t chunk_length(int rail, int index) const {
+        const int64_t left = shard_length(rail) - index * chunk;
+        return left < chunk ? left : chunk;
+    }
+};
+
+TOPOEP_HD ShardCut cut_into_shards(int64_t total, int num_rails, int64_t chunk, int64_t alignment) {
+    const int64_t even = (total + num_rails - 1) / num_rails;
+    return {total, (even + alignment - 1) / alignment * alignment, chunk};
+}
+
 }  // namespace topoep

@@ -142,10 +142,12 @@ __global__ void __launch_bounds__(kStreamListThreads, 1)
     }
     __syncthreads();
 
+    const int num_warps = team.size() / kWarpSize;
     if (warp_index() == 0) {
         number_pairs(config, topology, copies, lists.out_order, num_out, lists.pair_index,
                      out_streams);
-    } else if (warp_index() == 1) {
+    }
+    if (warp_index() == num_warps - 1) {
         number_pairs(config, topology, copies, lists.in_order, num_in, lists.pair_index,
                      in_streams);
     }
