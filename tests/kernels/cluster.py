@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the data plane on a simulated cluster and compares it with what a plan means.
 
-`run` plays some microbatches on all ranks: exchange of counts, weights to the copies, "experts" that
-write gradients, gradients home, and an optimizer step. The expected bytes and sums come from the
-plan's tables alone.
+`run` plays some microbatches on all ranks: exchange of counts, weights to the copies, "experts"
+that write gradients, gradients home, and an optimizer step. The expected bytes and sums come from
+the plan's tables alone.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ struct Memory {
 // every fence that the kernels need must be in the kernels.
 
 enum Field { kSource, kTarget, kBytes, kSignal, kAdd, kFrom, kPosted, kNumFields };
-constexpr unsigned kMaxOperations = 1 << 16;
+constexpr unsigned kMaxOperations = 1 << 13;
 
 struct Wire {
     Word operations[kMaxOperations][kNumFields];

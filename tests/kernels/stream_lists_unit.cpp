@@ -19,8 +19,8 @@ Int lists_size(Int ranks, Int nodes, Int experts, Int spare) {
 // starts[i]: where the i-th field of StreamLists begins.
 const char* run_stream_lists(Int ranks, Int nodes, Int experts, Int spare, Int rank,
                              const int32_t* table, const int32_t* slot_expert,
-                             const int32_t* copy_offsets, const int32_t* copy_slots,
-                             int32_t* lists, int64_t* starts) {
+                             const int32_t* copy_offsets, const int32_t* copy_slots, int32_t* lists,
+                             int64_t* starts) {
     DataPlaneConfig config{};
     config.num_ranks = static_cast<int>(ranks);
     config.num_nodes = static_cast<int>(nodes);
