@@ -10,17 +10,17 @@
 namespace topoep::bindings {
 namespace {
 
-std::tuple<int64_t, int64_t, std::string> nccl_status() {
+std::tuple<int64_t, int64_t, std::string> nccl_status(bool across_nodes) {
     const NcclLibrary& library = nccl_library();
-    const char* problem = nccl_device_api_problem();
-    return {library.compiled_version, library.loaded_version, problem == nullptr ? "" : problem};
+    return {library.compiled_version, library.loaded_version,
+            nccl_problem(library, across_nodes ? Reach::kCluster : Reach::kNode)};
 }
 
 }  // namespace
 }  // namespace topoep::bindings
 
 STABLE_TORCH_LIBRARY_FRAGMENT(topoep, library) {
-    library.def("nccl_status() -> (int compiled, int loaded, str problem)");
+    library.def("nccl_status(bool across_nodes) -> (int compiled, int loaded, str problem)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(topoep, CompositeExplicitAutograd, library) {
