@@ -121,7 +121,7 @@ class Plan:
 
     def sources(self):
         left_out = set()
-        left_out |= set() if self.cuda_home else {"ops_cuda"}
+        left_out |= set() if self.cuda_home else {"cuda_place", "ops_cuda", "ops_plane", "planes"}
         left_out |= set() if self.nccl_include else {"ops_nccl"}
         folders = ["cpu", "bindings"]
         folders += ["cuda"] if self.cuda_home else []

@@ -123,6 +123,11 @@ const ncclDevComm& Communicator::create_device_comm(const DeviceCommNeeds& needs
     return *device_comm_;
 }
 
+const ncclDevComm& Communicator::device_comm() const {
+    TOPOEP_CHECK(device_comm_ != nullptr, "the device communicator was not made yet");
+    return *device_comm_;
+}
+
 void Communicator::check_async() const {
     TOPOEP_CHECK(comm_ != nullptr, "the communicator was closed");
     ncclResult_t error = ncclSuccess;

@@ -68,6 +68,8 @@ public:
 
     // Makes the device communicator, once. Collective.
     const ncclDevComm& create_device_comm(const DeviceCommNeeds& needs);
+    // Throws before it was made.
+    const ncclDevComm& device_comm() const;
 
     // Throws if NCCL has noticed an error of its own, such as a peer that is gone.
     void check_async() const;
