@@ -78,17 +78,14 @@ def _best(
     fallback: C10dTransport,
 ) -> Transport:
     """Transport ``nccl`` if all ranks can use it, else the fallback or an error."""
-    problem = connector.problem(topology, fallback.backend)
-    bad_setting: ValueError | None = None
+    bad_setting = ""
     try:
         settings = PlaneSettings(comm_sms=comm_sms, timeout_s=timeout_from_environment())
         settings.roles(topology.num_nodes)
     except ValueError as error:
-        bad_setting, problem = error, str(error)
+        bad_setting = str(error)
     # Once for what each rank knows by itself, and again after connecting.
-    problem = _gather(name, problem, group)
-    if bad_setting is not None:
-        raise bad_setting
+    problem = _gather(name, connector.problem(topology, fallback.backend), group, bad_setting)
     if not problem:
         plane, problem = connector.connect(topology, group)
         problem = _gather(name, problem, group)
@@ -111,21 +108,24 @@ def _best(
     return fallback
 
 
-def _gather(name: str, problem: str, group: dist.ProcessGroup) -> str:
+def _gather(name: str, problem: str, group: dist.ProcessGroup, bad_setting: str = "") -> str:
     """The first rank's problem of all ranks' problems. Collective.
 
     Raises:
-        ValueError: ranks ask for different transports.
+        ValueError: ranks ask for different transports, or one has a bad setting.
     """
-    answers: list[tuple[str, str]] = [("", "")] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (name, problem), group)
-    for rank, (other, _) in enumerate(answers):
+    answers = [("", "", "")] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (name, problem, bad_setting), group)
+    for rank, (other, _, bad) in enumerate(answers):
         if other != answers[0][0]:
             raise ValueError(
                 f"ranks 0 and {rank} of the group ask for transport={answers[0][0]!r} and "
                 f"{other!r}; give every rank the same"
             )
-    for rank, (_, text) in enumerate(answers):
-        if text:
-            return text if all(t == text for _, t in answers) else f"rank {rank}: {text}"
-    return ""
+        if bad:
+            raise ValueError(f"{bad} (on rank {rank} of the group)")
+    problems = [text for _, text, _ in answers]
+    if len(set(problems)) == 1:
+        return problems[0]
+    rank = next(rank for rank, text in enumerate(problems) if text)
+    return f"rank {rank}: {problems[rank]}"
