@@ -26,7 +26,7 @@ def debug_mode() -> bool:
 
 
 #: The collective calls of a Balancer, as ranks tell each other.
-CALLS = ("plan", "plan_from_counts", "dispatch", "replicate", "reduce_grads")
+CALLS = ("plan", "plan_from_counts", "replicate", "reduce_grads")
 
 
 def check_call(call: str, plan: Plan | None, transport: Transport) -> None:

@@ -40,8 +40,11 @@ def weights(dtype: torch.dtype = torch.float32) -> list[tuple[torch.Tensor, ...]
         ({"spare_slots": -1}, "spare_slots=-1; expected 0 to 16"),
         ({"spare_slots": 17}, "kMaxSpareSlots"),
         ({"replica_policy": "drop"}, "replica_policy='drop'; expected one of refetch, keep"),
-        ({"transport": "smoke"}, "transport='smoke'; expected one of auto, c10d, local"),
-        ({"transport": "c10d"}, "needs group="),
+        ({"transport": "smoke"}, "transport='smoke'; expected one of auto, nccl, c10d, local"),
+        ({"transport": "c10d"}, "transport='c10d' needs group="),
+        ({"transport": "nccl"}, "transport='nccl' needs group="),
+        ({"slot_buffers": 0}, "slot_buffers=0; expected 1 to 64"),
+        ({"slot_buffers": 65}, "slot_buffers=65; expected 1 to 64"),
     ],
 )
 def test_constructor(arguments, message):
@@ -232,6 +235,8 @@ def disagree(rank: int, name: str, values: list) -> None:
             "ranks 0 and 2 .* disagree on objective",
         ),
         ("replica_policy", ["keep", "refetch", "keep", "keep"], "disagree on replica_policy"),
+        ("slot_buffers", [1, 1, 1, 2], r"ranks 0 and 3 .* disagree on slot_buffers \(1 and 2\)"),
+        ("comm_sms", [24, 8, 24, 24], r"ranks 0 and 1 .* disagree on comm_sms \(24 and 8\)"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )

@@ -116,5 +116,5 @@ def test_debug_mode_names_the_rank_with_a_call_more(monkeypatch):
     for outcome in run_to_the_end(
         RANKS, several_steps, "one plan more", group_timeout_s=20, timeout_s=LIMIT_S
     ):
-        assert "rank 0 calls dispatch() while rank 2 calls plan()" in outcome.error
+        assert "rank 0 calls replicate() while rank 2 calls plan()" in outcome.error
     assert time.monotonic() - started < 20, "found by comparing, not by waiting"
