@@ -8,7 +8,9 @@ from topoep.experts import BalancedExperts
 from topoep.objective import Balance, Even, Time
 from topoep.plan import Plan, solve
 from topoep.portfolio import Candidate
+from topoep.recorder import Recorder
 from topoep.topology import Topology
+from topoep.trace import Trace
 
 __all__ = [
     "Balance",
@@ -19,8 +21,10 @@ __all__ = [
     "Even",
     "Hardware",
     "Plan",
+    "Recorder",
     "Time",
     "Topology",
+    "Trace",
     "__version__",
     "solve",
 ]
