@@ -11,73 +11,13 @@ import dataclasses
 from dataclasses import dataclass
 
 from topoep.checks import check_int
+from topoep.expert_costs import ExpertCosts
+from topoep.hardware import Hardware, find_hardware
 
 MAX_COST = 2**29  # kMaxCost in csrc/core/limits.h
-_SIZE_OF = {"bfloat16": 2, "float16": 2, "float32": 4, "float8": 1}
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """One kind of GPU in its node.
-
-    Args:
-        name: for messages.
-        flops: dense bf16 FLOP/s, peak.
-        efficiency: share of it that grouped GEMMs reach on many rows.
-        memory_bandwidth: bytes/s that memory-bound kernels reach.
-        link_bandwidth: bytes/s of a rank in its node, one direction, as collectives reach it.
-        nic_bandwidth: bytes/s of one NIC, one direction, as collectives reach it.
-        nics_per_node: NICs that share a node's network traffic.
-        ranks_per_node: GPUs of a node.
-        grad_bandwidth: bytes/s at which a rank pulls gradients inside its node.
-    """
-
-    name: str
-    flops: float
-    efficiency: float
-    memory_bandwidth: float
-    link_bandwidth: float
-    nic_bandwidth: float
-    nics_per_node: int
-    ranks_per_node: int
-    grad_bandwidth: float
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name != "name" and not value > 0:
-                raise ValueError(f"Hardware {field.name}={value!r}; expected a positive number")
-
-
-def _preset(name: str, flops: float, efficiency: float, memory: float, link: float) -> Hardware:
-    return Hardware(
-        name,
-        flops=flops * 1e12,
-        efficiency=efficiency,
-        memory_bandwidth=0.75 * memory * 1e12,
-        link_bandwidth=link * 1e9,
-        nic_bandwidth=43.5e9,
-        nics_per_node=8,
-        ranks_per_node=8,
-        grad_bandwidth=min(link, 170.0) * 1e9,
-    )
-
-
-#: Presets by name. Peak FLOP/s and memory bandwidth are from data sheets; the bandwidths of links
-#: are what published all-to-alls and weight transfers reach (docs/cost-model.md).
-HARDWARE = {
-    hardware.name: hardware
-    for hardware in (
-        _preset("A100", 312, 0.62, 2.04, 240),
-        _preset("H800", 989, 0.62, 3.35, 155),
-        _preset("H100", 989, 0.62, 3.35, 320),
-        _preset("H200", 989, 0.62, 4.8, 320),
-        _preset("B200", 2250, 0.50, 8.0, 680),
-        dataclasses.replace(
-            _preset("GB200", 2500, 0.50, 8.0, 680), nics_per_node=4, ranks_per_node=4
-        ),
-    )
-}
+# A dispatcher that sends a token once per node: a routed pair less across nodes saves this much of
+# a row (docs/cost-model.md).
+DEDUP_ROW_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -155,48 +95,29 @@ class CostModel:
         Raises:
             ValueError: an unknown preset or dtype, or a size that is not positive.
         """
-        if isinstance(hardware, str):
-            if hardware not in HARDWARE:
-                raise ValueError(f"hardware {hardware!r}; presets are {', '.join(HARDWARE)}")
-            hardware = HARDWARE[hardware]
-        if dtype not in _SIZE_OF:
-            raise ValueError(f"dtype {dtype!r}; expected one of {', '.join(_SIZE_OF)}")
-        if check_int(hidden, "hidden") < 1 or check_int(intermediate, "intermediate") < 1:
-            raise ValueError(f"hidden={hidden}, intermediate={intermediate}; both must be positive")
-        size = _SIZE_OF[dtype]
-        weights = 3 * hidden * intermediate
-        weight_bytes = weights * size
-        # GEMMs: 6 D I FLOP a row forward, twice that backward; permute, SwiGLU and unpermute move
-        # 8 D + 6 I bytes a row forward and 2.2 times that backward.
-        gemm = 2 * weights / (hardware.flops * hardware.efficiency)
-        memory = (8 * hidden + 6 * intermediate) / hardware.memory_bandwidth
-        forward, both = gemm + memory, 3 * gemm + 3.2 * memory
-        # An instance costs its GEMMs' half-filled tiles (96 rows, forward and backward) and half of
-        # the read-modify-write of its fp32 gradients, the rest of which hides.
-        instance = 3 * 96 * gemm + 0.5 * 8 * weights / hardware.memory_bandwidth
-        nics = hardware.nics_per_node if sharded else 1
-        row_share = 0.25 if dedup else 1.0
-        grads = 4 * weights
+        kind = find_hardware(hardware)
+        costs = ExpertCosts.of(hidden, intermediate, dtype, kind, sharded)
+        row_share = DEDUP_ROW_SHARE if dedup else 1.0
 
         def ns(seconds: float) -> int:
             return max(1, round(seconds * 1e9))
 
         return cls(
-            token=ns(both),
-            instance=ns(instance),
-            copy=ns(weight_bytes / hardware.link_bandwidth),
-            cross_copy=ns(weight_bytes / (nics * hardware.nic_bandwidth)),
-            grad=ns(grads / hardware.grad_bandwidth),
-            cross_grad=ns(grads / (nics * hardware.nic_bandwidth)),
+            token=ns(costs.row_forward + costs.row_backward),
+            instance=ns(costs.group_forward + costs.group_backward),
+            copy=ns(costs.copy),
+            cross_copy=ns(costs.cross_copy),
+            grad=ns(costs.grad),
+            cross_grad=ns(costs.cross_grad),
             network_row=ns(
                 row_share
                 * 2
                 * hidden
-                * hardware.ranks_per_node
-                / (hardware.nics_per_node * hardware.nic_bandwidth)
+                * kind.ranks_per_node
+                / (kind.nics_per_node * kind.nic_bandwidth)
             ),
-            hide_forward=ns(overlap * forward),
-            hide_backward=ns(overlap * (both - forward)),
+            hide_forward=ns(overlap * costs.row_forward),
+            hide_backward=ns(overlap * costs.row_backward),
             hide_grads=ns(hide_grads_us * 1e-6),
             sharded=sharded,
         )
