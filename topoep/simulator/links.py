@@ -8,8 +8,8 @@ goes from the token's rank straight to the expert's.
 
 Which experts a token combines is not recorded, so how often two of them are on one rank or node is
 an expectation: a token of rank r goes to an expert with probability tokens / T_r, independent of
-its other experts. Sampled tokens (128 experts, top-8) need up to 2 % more rows on NICs and up to 5 %
-more on in-node links than this.
+its other experts. Sampled tokens (128 experts, top-8) need up to 2 % more rows on NICs, and up to
+5 % more on in-node links, than this.
 """
 
 from __future__ import annotations
