@@ -18,7 +18,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import loads
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -29,6 +28,7 @@ from rich.progress import track
 import topoep
 from topoep import Balance, Candidate, Even, ops
 from topoep.portfolio import EMPTY_PLAN, default_candidates
+from topoep.simulator import workloads as loads
 
 ALL_POLICIES = (
     *("H" + "".join(d) for d in itertools.product("012", "02", "01", "012", "02")),

@@ -116,18 +116,8 @@ class Trace:
             )
         if not 1 <= check_int(self.top_k, "top_k") <= min(MAX_TOP_K, experts):
             raise ValueError(f"top_k={self.top_k}; expected 1 to {min(MAX_TOP_K, experts)}")
-        where = np.unravel_index(int(counts.argmin()), counts.shape)
-        if counts[where] < 0:
-            raise ValueError(
-                f"counts{[int(i) for i in where]} is {counts[where]}; expected no negative number"
-            )
-        sums = counts.clip(max=MAX_TOKENS + 1).sum((2, 3), dtype=np.int64)  # cannot wrap around
-        if int(sums.max()) > MAX_TOKENS:
-            step, layer = np.unravel_index(int(sums.argmax()), sums.shape)
-            raise ValueError(
-                f"step {step}, layer {layer} holds at least {sums.max()} tokens; a plan covers "
-                f"at most {MAX_TOKENS} (kMaxTokens)"
-            )
+        for step, values in enumerate(counts):  # step by step: counts can be gigabytes
+            _check_values(step, values)
         object.__setattr__(self, "counts", counts.astype(np.int32, copy=False))
         object.__setattr__(self, "node_of_rank", nodes)
         object.__setattr__(self, "ranks", ranks)
@@ -237,6 +227,27 @@ class Trace:
             )
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from None
+
+
+def _check_values(step: int, values: npt.NDArray[Any]) -> None:
+    """Raises ValueError for counts ``[layers, ranks, E]`` that no plan can be made for."""
+    where = np.unravel_index(int(values.argmin()), values.shape)
+    if values[where] < 0:
+        place = [step, *(int(i) for i in where)]
+        raise ValueError(f"counts{place} is {values[where]}; expected no negative number")
+    largest = values.max()
+    if largest <= MAX_TOKENS:
+        sums = values.sum((1, 2), dtype=np.int64)
+        largest = sums.max()
+        if largest <= MAX_TOKENS:
+            return
+        layer = int(sums.argmax())
+    else:
+        layer = int(values.max((1, 2)).argmax())
+    raise ValueError(
+        f"step {step}, layer {layer} holds at least {largest} tokens; a plan covers at most "
+        f"{MAX_TOKENS} (kMaxTokens)"
+    )
 
 
 def read_npz(path: Path, limits: Mapping[str, tuple[int, int]]) -> dict[str, npt.NDArray[Any]]:

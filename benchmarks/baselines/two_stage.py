@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from baselines.base import IntArray, Quota, home_of, home_quota, node_of
 from topoep import Topology
+from topoep.simulator.planners.base import IntArray, Quota, home_of, home_quota, node_of
 
 FFN_WIDTH = 2048
 
@@ -26,7 +26,7 @@ FFN_WIDTH = 2048
 def plan(
     counts: IntArray, topology: Topology, spare_slots: int, history: IntArray | None = None
 ) -> Quota:
-    """See :class:`baselines.base.Planner`."""
+    """See :class:`topoep.simulator.planners.base.Planner`."""
     ranks, experts = counts.shape
     node, home = node_of(topology), home_of(experts, ranks)
     quota = home_quota(counts)

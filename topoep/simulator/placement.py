@@ -137,10 +137,18 @@ class Placement:
                 index[b, rank, : len(here)] = here
         split = np.zeros((batch, ranks, ranks, width), dtype=np.int32)
         for b, quota in enumerate(quotas):
-            sent = split_by_level(counts[b], quota, topology)  # [E, R, R]
-            for rank in range(ranks):
-                full = index[b, rank] >= 0
-                split[b, :, rank, full] = sent[index[b, rank, full], :, rank]
+            holders = np.count_nonzero(quota, axis=0)
+            shared = np.flatnonzero(holders > 1)
+            sent = split_by_level(counts[b][:, shared], quota[:, shared], topology)
+            row = np.zeros(experts, dtype=np.int64)
+            row[shared] = np.arange(len(shared))
+            held_by, slot = np.nonzero(index[b] >= 0)
+            expert = index[b, held_by, slot]
+            alone = (quota[held_by, expert] > 0) & (holders[expert] == 1)
+            split[b][:, held_by[alone], slot[alone]] = counts[b][:, expert[alone]]
+            among = holders[expert] > 1
+            served = sent[row[expert[among]], :, held_by[among]]
+            split[b][:, held_by[among], slot[among]] = served.T
         held = index >= 0
         held[:, :, :home] &= split[..., :home].max(1) > 0
         sources = np.full_like(index, -1)
