@@ -7,7 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from topoep.commands import trace
+from topoep.commands import advise, simulate, trace
 from topoep.commands.arguments import CommandError
 
 
@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     doctor.set_defaults(run=_doctor)
     trace.add_parser(commands)
+    simulate.add_parser(commands)
+    advise.add_parser(commands)
     given = parser.parse_args(arguments)
     try:
         given.run(given)

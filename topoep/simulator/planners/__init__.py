@@ -130,10 +130,10 @@ def make_planner(
     if name == "taot":
         return Solved(name=name, label="TAOT", config=config, solver="taot")
     restated: dict[str, tuple[str, base.Planner]] = {
-        "eplb": ("EPLB on history", eplb.plan_hierarchical),
+        "eplb": ("EPLB", eplb.plan_hierarchical),
         "llep": ("LLEP-like", llep.plan),
         "echo": ("ECHO-like", echo.plan_one_shot),
-        "ultraep": ("UltraEP-like, per node", ultraep.plan_per_node),
+        "ultraep": ("UltraEP-like", ultraep.plan_per_node),
     }
     if name not in restated:
         raise ValueError(f"planner {name!r}; expected one of {', '.join(PLANNERS)}")
