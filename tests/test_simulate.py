@@ -107,18 +107,21 @@ def test_every_planner_sends_every_token_once(name):
     assert (placement.loads.max(1) <= before).all()
     if name != "none":
         assert (placement.loads.max(1) < before).all()
-    copies, cross = count_copies(placement, np.asarray(TOPOLOGY.node_of_rank))
+    nodes = np.asarray(TOPOLOGY.node_of_rank)
+    copies = count_copies(placement, nodes, moved_homes=name == "eplb")
     fetched = placement.sources >= 0
     if name == "eplb":
         assert not fetched.any(), "what has been placed ahead is not fetched"
-        assert copies.sum() > 0
+        assert copies.all.sum() > 0
     else:
-        nodes = np.asarray(TOPOLOGY.node_of_rank)
-        assert np.array_equal(copies, fetched.sum((1, 2)))
+        assert np.array_equal(copies.all, fetched.sum((1, 2)))
         across = fetched & (nodes[placement.sources] != nodes[None, :, None])
-        assert np.array_equal(cross, across.sum((1, 2)))
+        assert np.array_equal(copies.cross, across.sum((1, 2)))
+        home = nodes[np.maximum(placement.experts, 0) // placement.home_slots]
+        elsewhere = fetched & (home != nodes[None, :, None])
+        assert np.array_equal(copies.elsewhere, elsewhere.sum((1, 2)))
     if name == "ultraep":
-        assert not cross.any()
+        assert not copies.cross.any()
 
 
 def test_eplb_without_history_leaves_experts_at_home():
@@ -326,7 +329,7 @@ def test_advise_prints_what_to_set(tmp_path, capsys):
         ("simulate {g} --set dedup=1", "expected a value like True"),
         ("simulate {g} --set overlap=2", "expected a share"),
         ("simulate {g} --spare-slots 17", "spare_slots=17"),
-        ("simulate {g} --samples some", "samples 'some'"),
+        ("simulate {g} --samples some", "'some'; expected a number"),
         ("simulate {g} --html {t}/a.pdf", "ends in .html"),
         ("advise {g} --ep-sizes 5", "allow 2, 4, 8, 16"),
     ],

@@ -89,6 +89,12 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the same for the planners of others, which are restated in Python (default: 64)",
     )
+    parser.add_argument(
+        "--candidates",
+        default="32",
+        metavar="N",
+        help="how many candidates TopoEP tries, or 'all' as in training (default: %(default)s)",
+    )
 
 
 def run(given: argparse.Namespace) -> None:
@@ -163,6 +169,7 @@ def make_request(given: argparse.Namespace, planners: tuple[str, ...], spare_slo
         spare_slots,
         samples=_samples(given.samples),
         slow_samples=_samples(given.slow_samples),
+        candidates=_samples(given.candidates),
     )
 
 
@@ -213,7 +220,7 @@ def _samples(text: str) -> int | None:
     if text == "all":
         return None
     if not (text.isascii() and text.isdigit()):
-        raise CommandError(f"samples {text!r}; expected a number or 'all'")
+        raise CommandError(f"{text!r}; expected a number or 'all'")
     return int(text)
 
 

@@ -208,11 +208,11 @@ class LayerModel:
         return slowest
 
     def _home_rows(self, placement: Placement) -> Floats:
-        """Least rows of home experts among ranks with copies ``[B]``; inf where there is none."""
+        """Least rows of home experts among ranks with copies ``[B]``; 0 where there is none."""
         home = placement.received[..., : placement.home_slots].sum(2, dtype=np.float64)
-        guests = (placement.sources >= 0).any(2)
+        guests = (placement.sources >= 0).max(2)
         least: Floats = np.where(guests, home, np.inf).min(1)
-        return least
+        return np.where(np.isinf(least), 0.0, least)
 
     def spare_bytes(self, spare_slots: int) -> int:
         """Memory of S spare slots on a rank: weights, and gradients during backward."""

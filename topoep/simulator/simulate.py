@@ -48,12 +48,14 @@ class Request:
         cluster: the machines.
         model: the model; its E and K must be the trace's.
         setting: the rest.
-        planners: names; ``none`` is always simulated.
+        planners: names, or planners themselves; ``none`` is always simulated.
         spare_slots: S.
         objective: of TopoEP; least predicted time on these machines if None.
         samples: the most microbatches (a layer of a step each) to plan for; whole steps are chosen,
             evenly spaced. None: all.
         slow_samples: the same for planners that are restated in Python.
+        candidates: how many of its candidates TopoEP tries, the first of them; None: all, as in
+            training. The first 32 come within 0.1 % of the layer time of all, in half the time.
         threads: all cores if None.
 
     Raises:
@@ -64,11 +66,12 @@ class Request:
     cluster: Cluster
     model: MoEModel
     setting: Setting = field(default_factory=Setting)
-    planners: tuple[str, ...] = PLANNERS
+    planners: tuple[str | Simulated, ...] = PLANNERS
     spare_slots: int = 2
     objective: Objective | None = None
     samples: int | None = 8192
     slow_samples: int | None = 64
+    candidates: int | None = 32
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -83,7 +86,7 @@ class Request:
                     f"the trace has {name} {ours}, {self.model.name} has {theirs}; give the model "
                     "that was recorded (its sizes can come from a .json file)"
                 )
-        for what in ("samples", "slow_samples", "threads"):
+        for what in ("samples", "slow_samples", "candidates", "threads"):
             value = getattr(self, what)
             if value is not None and value < 1:
                 raise ValueError(f"{what}={value}; expected at least 1, or None for all")
@@ -112,7 +115,8 @@ class PlannerResult:
         imbalance: fullest rank over the mean.
         imbalance_worst: the largest.
         copies: experts held away from home.
-        cross_copies: of these, fetched from another node.
+        cross_copies: of these, fetched from another node (others there are passed on from them).
+        copies_elsewhere: of these, held in another node than the home's.
         weighted_copies: copies in the node, and three times those that cross nodes.
         cross_tokens: share of the routed pairs that cross nodes.
         layer_ms: one MoE layer's experts and exchanges, forward and backward.
@@ -134,6 +138,7 @@ class PlannerResult:
     imbalance_worst: float
     copies: float
     cross_copies: float
+    copies_elsewhere: float
     weighted_copies: float
     cross_tokens: float
     layer_ms: float
@@ -191,6 +196,7 @@ class _Measured:
     imbalance: npt.NDArray[np.float64]
     copies: npt.NDArray[np.int64]
     cross_copies: npt.NDArray[np.int64]
+    copies_elsewhere: npt.NDArray[np.int64]
     cross_tokens: npt.NDArray[np.int64]
     activation_bytes: npt.NDArray[np.int64]
     seconds: float = field(default=0.0)
@@ -208,12 +214,18 @@ def simulate(request: Request, report: Report | None = None) -> Result:
     """
     model = LayerModel(request.cluster, request.model, request.topology, request.setting)
     objective = request.objective or Time(model.cost_model(round(request.tokens)))
-    names = ("none", *(name for name in request.planners if name != "none"))
     planners = [
-        make_planner(
-            name, request.topology, request.trace.num_experts, request.spare_slots, objective
+        planner
+        if isinstance(planner, Simulated)
+        else make_planner(
+            planner,
+            request.topology,
+            request.trace.num_experts,
+            request.spare_slots,
+            objective,
+            request.candidates,
         )
-        for name in names
+        for planner in ("none", *(name for name in request.planners if name != "none"))
     ]
     results: list[PlannerResult] = []
     with _one_thread_per_solve():
@@ -307,13 +319,14 @@ def _measure(
     loads = placement.loads
     mean = np.maximum(loads.mean(1), 1e-9)
     nodes = np.asarray(request.topology.node_of_rank)
-    copies, cross = count_copies(placement, nodes)
+    copies = count_copies(placement, nodes, planner.window > 0)
     pairs = placement.split.sum(3)
     return _Measured(
         times=times,
         imbalance=np.where(loads.any(1), loads.max(1) / mean, 1.0),
-        copies=copies,
-        cross_copies=cross,
+        copies=copies.all,
+        cross_copies=copies.cross,
+        copies_elsewhere=copies.elsewhere,
         cross_tokens=(pairs * (nodes[:, None] != nodes)).sum((1, 2), dtype=np.int64),
         activation_bytes=model.activation_bytes(placement),
         seconds=seconds,
@@ -329,26 +342,45 @@ def _history(trace: Trace, step: int, layer: int, window: int) -> npt.NDArray[np
     return summed
 
 
+@dataclass(frozen=True)
+class Copies:
+    """Of B microbatches, each int64 ``[B]``.
+
+    Args:
+        all: experts held away from home.
+        cross: distinct (expert, node other than the home's): what crosses the network.
+        elsewhere: copies held in another node than the home's.
+    """
+
+    all: npt.NDArray[np.int64]
+    cross: npt.NDArray[np.int64]
+    elsewhere: npt.NDArray[np.int64]
+
+
 def count_copies(
-    placement: Placement, nodes: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Experts held more than once, and in how many nodes more than one; each ``[B]``.
+    placement: Placement, nodes: npt.NDArray[np.int64], moved_homes: bool = False
+) -> Copies:
+    """Counts the copies of a placement.
 
     Args:
         placement: of B microbatches.
         nodes: the node of each rank.
+        moved_homes: homes are not where ids say; the node with most holders of an expert then
+            counts as its home's.
     """
     batch = len(placement.experts)
-    experts = int(placement.experts.max()) + 1
-    count = int(nodes.max()) + 1
-    # Homes that no token needs are held all the same.
-    held = placement.experts >= 0
-    per_node = np.zeros((batch, count, experts), dtype=np.int64)
-    b, rank, slot = np.nonzero(held)
+    experts = len(nodes) * placement.home_slots
+    per_node = np.zeros((batch, int(nodes.max()) + 1, experts), dtype=np.int64)
+    b, rank, slot = np.nonzero(placement.experts >= 0)
     np.add.at(per_node, (b, nodes[rank], placement.experts[b, rank, slot]), 1)
-    copies = np.maximum(per_node.sum(1) - 1, 0).sum(1)
-    cross = np.maximum((per_node > 0).sum(1) - 1, 0).sum(1)
-    return copies, cross
+    holders = per_node.sum(1)
+    home_node = nodes[np.arange(experts) // placement.home_slots]
+    at_home = per_node.max(1) if moved_homes else per_node[:, home_node, np.arange(experts)]
+    return Copies(
+        all=np.maximum(holders - 1, 0).sum(1),
+        cross=np.maximum((per_node > 0).sum(1) - 1, 0).sum(1),
+        elsewhere=(holders - at_home).sum(1),
+    )
 
 
 def _sum_up(
@@ -380,6 +412,7 @@ def _sum_up(
         imbalance_worst=float(measured.imbalance.max()),
         copies=copies,
         cross_copies=cross,
+        copies_elsewhere=float(measured.copies_elsewhere.mean()),
         weighted_copies=copies + (_CROSS_WEIGHT - 1) * cross,
         cross_tokens=float(measured.cross_tokens.sum() / max(int(pairs), 1)),
         layer_ms=1e3 * layer,

@@ -72,10 +72,11 @@ class Solved(Simulated):
 
     config: PlanConfig
     solver: str
+    candidates: int | None = None
 
     def place(self, counts: Counts, history: Sequence[Counts | None]) -> Placement:
         """See :class:`Simulated`."""
-        candidates = choose_candidates(self.config.objective, self.solver, None)
+        candidates = choose_candidates(self.config.objective, self.solver, None)[: self.candidates]
         tensors = torch.from_numpy(np.ascontiguousarray(counts)).unbind()
         plans = [make_plan(self.config, tensor, candidates, None) for tensor in tensors]
         return Placement.of_plans(plans)
@@ -108,7 +109,12 @@ PLANNERS = ("none", "eplb", "llep", "echo", "ultraep", "taot", "topoep")
 
 
 def make_planner(
-    name: str, topology: Topology, experts: int, spare_slots: int, objective: Objective
+    name: str,
+    topology: Topology,
+    experts: int,
+    spare_slots: int,
+    objective: Objective,
+    candidates: int | None = None,
 ) -> Simulated:
     """The planner of that name.
 
@@ -118,6 +124,7 @@ def make_planner(
         experts: E.
         spare_slots: S.
         objective: of TopoEP.
+        candidates: how many of its candidates TopoEP tries; None: all.
 
     Raises:
         ValueError: an unknown name, or sizes that do not fit.
@@ -126,7 +133,9 @@ def make_planner(
     if name == "none":
         return NoCopies(name=name, label="none", planned=False, rerouted=False)
     if name == "topoep":
-        return Solved(name=name, label="TopoEP", config=config, solver="portfolio")
+        return Solved(
+            name=name, label="TopoEP", config=config, solver="portfolio", candidates=candidates
+        )
     if name == "taot":
         return Solved(name=name, label="TAOT", config=config, solver="taot")
     restated: dict[str, tuple[str, base.Planner]] = {
