@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from topoep.trace import Trace
 
@@ -70,4 +71,8 @@ def trace_figure(trace: Trace, layer: int | None = None) -> Figure:
         xlabel="step recorded", ylabel="expert", title=f"Expert heat, layer {chosen} (1 = mean)"
     )
     figure.colorbar(shown, ax=heat)
+    for axes in (over_time, over_layers, heat):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (over_layers, heat):
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     return figure

@@ -234,8 +234,8 @@ def _print(result: Result) -> None:
     console = Console()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for i, (name, _) in enumerate(COLUMNS):
-        longest = max(map(len, name.split()))  # so that words stay whole
-        table.add_column(name, justify="right" if i else "left", no_wrap=not i, min_width=longest)
+        lines = name.replace(" ", "\n")  # so that the table fits 80 columns
+        table.add_column(lines, justify="right" if i else "left", no_wrap=True)
     for planner in result.planners:
         table.add_row(*cells(planner))
     console.print(heading(result), highlight=False, markup=False)
