@@ -7,6 +7,7 @@ SMs of the GPU are idle anyway, so every candidate is solved and an integer key 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +49,10 @@ class Candidate:
 
     def pack(self) -> int:
         """The candidate as one integer, as the solve op takes it (csrc/core/policy.h)."""
+        return self._packed
+
+    @functools.cached_property
+    def _packed(self) -> int:
         rule, value = self._parse_cap()
         return rule << 56 | value << 16 | self._parse_policy()
 

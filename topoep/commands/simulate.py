@@ -91,9 +91,9 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--candidates",
-        default="32",
+        default="all",
         metavar="N",
-        help="how many candidates TopoEP tries, or 'all' as in training (default: %(default)s)",
+        help="how many candidates TopoEP tries; 'all' as in training (default: %(default)s)",
     )
 
 

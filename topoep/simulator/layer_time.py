@@ -139,7 +139,7 @@ class LayerModel:
         dispatch = self.exchange(rows, setting.dispatch_bytes)
         back = self.exchange(rows, _ROW_BYTES)
         loads = placement.loads.astype(np.float64)
-        groups = placement.held.sum(2)
+        groups = placement.groups
         forward = (loads * costs.row_forward + groups * costs.group_forward).max(1)
         backward = (loads * costs.row_backward + groups * costs.group_backward).max(1)
 

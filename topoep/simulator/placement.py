@@ -24,8 +24,6 @@ class Placement:
     Args:
         split: int32 ``[B, R, R, W]``: routed pairs that a source rank sends to the W experts of a
             rank.
-        held: bool ``[B, R, W]``: whether a rank computes with that expert: it has tokens, or it is
-            a copy.
         experts: int32 ``[B, R, W]``: the expert in that place, -1 if none.
         sources: int32 ``[B, R, W]``: the rank that a copy is fetched from, -1 for what is not
             fetched.
@@ -33,7 +31,6 @@ class Placement:
     """
 
     split: npt.NDArray[np.int32]
-    held: npt.NDArray[np.bool_]
     experts: npt.NDArray[np.int32]
     sources: npt.NDArray[np.int32]
     home_slots: int
@@ -49,6 +46,21 @@ class Placement:
         """Pairs that each rank computes, int64 ``[B, R]``."""
         loads: npt.NDArray[np.int64] = self.received.sum(2, dtype=np.int64)
         return loads
+
+    @property
+    def groups(self) -> npt.NDArray[np.int64]:
+        """Experts that a rank computes with, int64 ``[B, R]``: homes with tokens, and copies."""
+        homes = np.count_nonzero(self.received[..., : self.home_slots], axis=2)
+        copies = np.count_nonzero(self.experts[..., self.home_slots :] >= 0, axis=2)
+        groups: npt.NDArray[np.int64] = homes + copies
+        return groups
+
+    def pairs(self) -> npt.NDArray[np.int32]:
+        """Pairs that a source rank sends to a rank, int32 ``[B, R, R]``."""
+        sent = self.split[..., 0].copy()
+        for slot in range(1, self.split.shape[3]):  # faster than a sum over so short an axis
+            sent += self.split[..., slot]
+        return sent
 
     def check(self, counts: npt.NDArray[np.int32]) -> None:
         """Raises ValueError unless every routed pair of ``counts`` is sent exactly once.
@@ -85,9 +97,7 @@ class Placement:
         experts[:, :, home:] = np.stack([plan.slot_expert.numpy() for plan in plans])
         sources = np.full((batch, ranks, width), -1, dtype=np.int32)
         sources[:, :, home:] = np.stack([plan.slot_source.numpy() for plan in plans])
-        held = experts >= 0
-        held[:, :, :home] = split[..., :home].max(1) > 0
-        return cls(split, held, experts, sources, home)
+        return cls(split, experts, sources, home)
 
     @classmethod
     def of_homes(cls, counts: npt.NDArray[np.int32]) -> Placement:
@@ -102,7 +112,6 @@ class Placement:
         shape = (batch, *home.shape[1:])
         return cls(
             split,
-            split.max(1) > 0,
             np.broadcast_to(home, shape),
             np.full(shape, -1, dtype=np.int32),
             experts // ranks,
@@ -149,13 +158,11 @@ class Placement:
             among = holders[expert] > 1
             served = sent[row[expert[among]], :, held_by[among]]
             split[b][:, held_by[among], slot[among]] = served.T
-        held = index >= 0
-        held[:, :, :home] &= split[..., :home].max(1) > 0
         sources = np.full_like(index, -1)
         if not moves_homes:
             for b in range(batch):
                 sources[b, :, home:] = _sources(index[b, :, home:], home, topology)
-        return cls(split, held, index, sources, home)
+        return cls(split, index, sources, home)
 
 
 def _places(quota: Quota, home: int, moves_homes: bool) -> list[list[int]]:
