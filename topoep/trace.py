@@ -191,8 +191,7 @@ class Trace:
             arrays["ranks"] = np.array(self.ranks, dtype=np.int32)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
-            with part.open("wb") as file:
-                np.savez_compressed(file, **arrays)
+            _write_npz(part, arrays)
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
@@ -248,6 +247,14 @@ def _check_values(step: int, values: npt.NDArray[Any]) -> None:
         f"step {step}, layer {layer} holds at least {largest} tokens; a plan covers at most "
         f"{MAX_TOKENS} (kMaxTokens)"
     )
+
+
+def _write_npz(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Like numpy.savez_compressed, with the fast level of zlib: counts are hard to compress."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, value in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.asanyarray(value), allow_pickle=False)
 
 
 def read_npz(path: Path, limits: Mapping[str, tuple[int, int]]) -> dict[str, npt.NDArray[Any]]:
