@@ -183,7 +183,8 @@ class Recorder:
     def _record_plan(self, layer: object, counts: Tensor) -> None:
         place = self._next_place(layer)
         if place is not None:
-            self._put(*place, counts[list(self._ranks)])
+            first = self._ranks[0]
+            self._put(*place, counts[first : first + len(self._ranks)])
 
     def _next_place(self, layer: Hashable) -> tuple[int, int] | None:
         """Where the counts of this call go: layer and row; None if they are not kept."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +55,7 @@ class Request:
         slow_samples: the same for planners that are restated in Python.
         candidates: how many of its candidates TopoEP tries, the first of them; None: all, as in
             training. The first 32 take half the time, for a layer time within 0.1 % of all.
-        threads: all cores if None.
+        threads: as many as torch uses if None.
 
     Raises:
         ValueError: the trace does not fit the cluster or the model, or a number is out of range.
@@ -228,6 +227,7 @@ def simulate(request: Request, report: Report | None = None) -> Result:
         for planner in ("none", *(name for name in request.planners if name != "none"))
     ]
     results: list[PlannerResult] = []
+    request = dataclasses.replace(request, threads=request.threads or torch.get_num_threads())
     with _one_thread_per_solve():
         plain: dict[bytes, _Measured] = {}  # by the microbatches that were looked at
         for planner in planners:
@@ -290,8 +290,7 @@ def _measure_all(
     chunks = np.split(rows, range(_BATCH, len(rows), _BATCH))
     done = 0
     parts = []
-    threads = request.threads or len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(request.threads) as pool:
         for part in pool.map(lambda chunk: _measure(request, model, planner, chunk), chunks):
             parts.append(part)
             done += len(part.imbalance)
