@@ -178,7 +178,7 @@ def test_copies_on_the_busiest_link_by_hand():
     copy, cross = 8.0, 3.0
     # Rank 0 sends a whole copy and one half of the pair; rank 2 half of it in, a whole copy out.
     assert model.busiest_link(placement, copy, cross).tolist() == [12.0]
-    assert model.busiest_link(placement, 2.0, cross).tolist() == [3.0]
+    assert model.busiest_link(placement, 2.0, 5.0).tolist() == [5.0], "the pair, on the NICs"
     unsharded = layer(topology, sharded=False)
     assert unsharded.busiest_link(placement, copy, cross).tolist() == [8.0]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import topoep
 from topoep import BalancedExperts, Balancer, Recorder, Topology, Trace
@@ -52,8 +52,12 @@ def test_layers_are_hooked_and_recomputations_are_not_counted(tmp_path):
         rec.attach(layer)
         for _ in range(2):
             xs = [torch.rand(6, 8, requires_grad=True) for _ in range(2)]
-            out = checkpoint(lambda a, b: layer([a, b], routed, weights), *xs, use_reentrant=False)
-            sum(y.sum() for y in out).backward()
+            # Without the early stop a recomputation runs the layer to its end, and so the hook.
+            with set_checkpoint_early_stop(False):
+                out = checkpoint(
+                    lambda a, b: layer([a, b], routed, weights), *xs, use_reentrant=False
+                )
+                sum(y.sum() for y in out).backward()
     layer([torch.rand(6, 8)] * 2, routed, weights)  # after the end: not recorded
     trace = Trace.load(tmp_path / "t.npz")
     assert trace.counts.tolist() == [[[histogram(r) for r in routed]]] * 2

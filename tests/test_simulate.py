@@ -25,6 +25,7 @@ from topoep.simulator.page import page
 from topoep.simulator.planners import EPLB_WINDOW, PLANNERS, make_planner
 from topoep.simulator.simulate import (
     Request,
+    _history,
     count_copies,
     regroup,
     rescale,
@@ -123,6 +124,16 @@ def test_every_planner_sends_every_token_once(name):
         assert np.array_equal(copies.elsewhere, elsewhere.sum((1, 2)))
     if name == "ultraep":
         assert not copies.cross.any()
+
+
+def test_history_is_the_last_full_window():
+    counts = np.zeros((20, 2, 2, 2), dtype=np.int32)
+    counts[:, 1, 0, 0] = 2 ** np.arange(20)
+    made = Trace(counts, (0, 0), 1)
+    assert _history(made, 7, 1, 8) is None
+    for step, steps in ((8, range(8)), (15, range(8)), (16, range(8, 16)), (19, range(8, 16))):
+        assert _history(made, step, 1, 8)[0, 0] == sum(2**i for i in steps)
+    assert _history(made, 19, 1, 0) is None
 
 
 def test_eplb_without_history_leaves_experts_at_home():
