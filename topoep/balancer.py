@@ -125,12 +125,7 @@ class Balancer:
         solver: str = "portfolio",
         candidates: Sequence[Candidate] | None = None,
     ) -> None:
-        self.transport = make_transport(
-            transport,
-            check_type(topology, Topology, "topology"),
-            group,
-            check_int(comm_sms, "comm_sms"),
-        )
+        self.transport = make_transport(transport, topology, group, comm_sms)
         problem: Exception | None = None
         try:
             self._debug = debug_mode()
@@ -219,7 +214,7 @@ class Balancer:
             topk_ids: int32 or int64 ``[T, K]``, -1 for padding; T may differ from rank to rank and
                 may be 0.
             layer: the layer this plan is for, if the balancer serves several whose recomputations
-                must be told apart; any hashable, weakly referenced object.
+                must be told apart: its module, or another object that can be weakly referenced.
 
         Raises:
             TypeError: the ids have another dtype.
@@ -231,7 +226,7 @@ class Balancer:
             _check_ids(tensor, self.config.num_ranks)
         history = self.history(self if layer is None else layer)
         if in_backward():
-            replayed = self._replay.next_plan()
+            replayed = self._replay.next_plan(ids)
             return replayed if replayed is not None else history.find(ids)
         self.debug_check("plan")
         counted = [ops.histogram(tensor, self.num_experts) for tensor in ids]
@@ -281,7 +276,13 @@ class Balancer:
 
     def history(self, layer: object) -> PlanHistory:
         """The plans of one layer that backward may still need."""
-        return self._histories.setdefault(layer, PlanHistory())
+        try:
+            return self._histories.setdefault(layer, PlanHistory())
+        except TypeError:
+            raise TypeError(
+                f"layer is a {type(layer).__name__}; expected an object that can be weakly "
+                "referenced, such as the layer's module"
+            ) from None
 
     # ---- routing -------------------------------------------------------------------------------
 
@@ -375,9 +376,13 @@ class Balancer:
         if self.spare_slots == 0:
             guests = tuple(t.new_empty((0, *t.shape[1:])) for t in flat)
         else:
-            lease = Lease(self.transport, self._pool(per_rank), plan, per_rank)
-            plan.usage.leases.append(weakref.ref(lease))
+            lease = Lease(
+                self.transport, self._pool(per_rank), plan, per_rank, _twin(plan, per_rank)
+            )
+            replication = plan.usage.current(in_backward())
+            replication.leases.append(weakref.ref(lease))
             guests = replicate(lease, flat)
+            replication.guests += guests
         size = len(per_rank[0])
         grouped = [guests[i : i + size] for i in range(0, len(guests), size)]
         return PendingReplicas(lease, grouped if isinstance(weights, list) else grouped[0])
@@ -385,8 +390,10 @@ class Balancer:
     def release(self, outputs: TensorOrList, plan: Plan) -> TensorOrList:
         """Identity on the output of the experts that hands the spare slots to the next layer.
 
-        Its backward, which runs before that of the experts, fetches the copies again. Without it
-        (or with the policy "keep") the slots stay taken until backward has run.
+        Its backward, which runs before that of the experts, fetches the copies again. Call it with
+        either policy, on every rank, also where the experts used no copy: it ties the copies to the
+        output, so that their gradients, which are collective, are brought home by all ranks.
+        Without it the slots stay taken until backward has run.
 
         Args:
             outputs: what the experts computed with the copies of ``plan``.
@@ -394,11 +401,16 @@ class Balancer:
         """
         self._check_plan(plan)
         held = self._held(outputs, "outputs")
-        leases = [lease for ref in plan.usage.leases if (lease := ref()) is not None]
+        usage = plan.usage.recomputed if in_backward() else plan.usage.forward
+        leases = usage.alive()
         for lease in leases:
             lease.end_use()
-        if self.replica_policy == "refetch" and leases:
-            held = tuple(release(leases, held))
+        if leases:
+            held = tuple(
+                release(leases, usage.guests, held, refetch=self.replica_policy == "refetch")
+            )
+        usage.guests = []
+        usage.released = True
         return self._like(outputs, list(held))
 
     def prefetch(self, outputs: TensorOrList, plan: Plan) -> TensorOrList:
@@ -413,7 +425,8 @@ class Balancer:
         """
         self._check_plan(plan)
         held = self._held(outputs, "outputs")
-        leases = [lease for ref in plan.usage.leases if (lease := ref()) is not None]
+        usage = plan.usage.recomputed if in_backward() else plan.usage.forward
+        leases = usage.alive()
         if self.replica_policy == "refetch" and leases:
             held = tuple(prefetch(leases, held))
         return self._like(outputs, list(held))
@@ -541,7 +554,7 @@ class Balancer:
             if not 1 <= len(tensors) <= MAX_TENSORS:
                 raise ValueError(
                     f"{name} has {len(tensors)} tensors; expected 1 to {MAX_TENSORS} "
-                    "(kMaxRowParts); call replicate several times for more"
+                    "(kMaxRowParts)" + ("; call replicate again for the rest" if tensors else "")
                 )
             for tensor in tensors:
                 if not isinstance(tensor, Tensor):
@@ -569,7 +582,7 @@ class Balancer:
 
         if self.replica_policy == "keep":
             return BufferPool(make, 1)
-        key = tuple((t.shape[1:], t.dtype, t.device) for t in weights[0])
+        key = _shapes(weights)
         if key not in self._pools:
             self._pools[key] = BufferPool(make, self.slot_buffers)
         return self._pools[key]
@@ -588,6 +601,19 @@ class Balancer:
             "candidates": _digest(packed),
             "replica_policy": REPLICA_POLICIES.index(replica_policy),
         }
+
+
+def _shapes(weights: Sequence[Weights]) -> object:
+    return tuple((t.shape[1:], t.dtype, t.device) for t in weights[0])
+
+
+def _twin(plan: Plan, weights: Sequence[Weights]) -> Lease | None:
+    """In a recomputation: the forward pass's lease of the same weights, where that is certain."""
+    if not in_backward() or plan.usage.replications != 1:
+        return None
+    shapes = _shapes(weights)
+    alike = [lease for lease in plan.usage.forward.alive() if _shapes(lease.weights) == shapes]
+    return alike[0] if len(alike) == 1 else None
 
 
 def _digest(value: object) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import TypeVar
 
@@ -22,8 +23,16 @@ def check_int(value: object, name: str) -> int:
 def check_type(value: object, expected: type[Instance], name: str) -> Instance:
     """The value; raises TypeError unless it is an instance of the type."""
     if not isinstance(value, expected):
-        raise TypeError(
-            f"{name} is a {type(value).__name__}; expected a {expected.__module__.split('.')[0]}."
-            f"{expected.__name__}"
-        )
+        package = expected.__module__.split(".")[0]
+        full = expected.__name__ if package == "builtins" else f"{package}.{expected.__name__}"
+        raise TypeError(f"{name} is a {type(value).__name__}; expected a {full}")
     return value
+
+
+def check_number(value: object, name: str) -> float:
+    """The value as a float; raises TypeError or ValueError unless it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value}; expected a finite number")
+    return float(value)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from topoep.checks import check_type
 from topoep.objective import PARTS_PER_MILLION, Balance, Objective
 from topoep.topology import MAX_RANKS
 
@@ -44,6 +45,8 @@ class Candidate:
     policy: str = "F"
 
     def __post_init__(self) -> None:
+        check_type(self.cap, str, "cap")
+        check_type(self.policy, str, "policy")
         self.pack()
 
     def pack(self) -> int:
@@ -151,6 +154,10 @@ def choose_candidates(
         raise ValueError(
             f"solver={solver!r} brings its own candidates; leave candidates=None, or use "
             "solver='portfolio'"
+        )
+    if not isinstance(candidates, Sequence):
+        raise TypeError(
+            f"candidates is a {type(candidates).__name__}; expected a list of topoep.Candidate"
         )
     for candidate in candidates:
         if not isinstance(candidate, Candidate):
