@@ -40,8 +40,9 @@ def check_number(value: object, name: str, most: float = math.inf, unit: str = "
 def check_type(value: object, expected: type[Instance], name: str) -> Instance:
     """The value; raises TypeError unless it is an instance of the type."""
     if not isinstance(value, expected):
+        package = expected.__module__.split(".")[0]
+        prefix = "" if package == "builtins" else f"{package}."
         raise TypeError(
-            f"{name} is a {type(value).__name__}; expected a {expected.__module__.split('.')[0]}."
-            f"{expected.__name__}"
+            f"{name} is a {type(value).__name__}; expected a {prefix}{expected.__name__}"
         )
     return value
