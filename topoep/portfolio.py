@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topoep.objective import PARTS_PER_MILLION, Balance, Objective
+from topoep.objective import PARTS_PER_MILLION, Balance, Objective, Time
 from topoep.topology import MAX_RANKS
 
 MAX_CANDIDATES = 256  # kMaxCandidates in csrc/core/limits.h
@@ -119,13 +119,27 @@ GENERAL = tuple(
     """.split()
 )
 
+# Copies for locality, for the objective Time: greedily chosen like GENERAL, by predicted time over
+# loads whose experts have tokens from few nodes, collapsed ones, skewed ones and even ones.
+LOCAL = tuple(
+    Candidate(*text.split(":"))
+    for text in """
+    mean+1%:H20020Al mean+5%:H10122l node+1%:H12120l mean+0%:H22112l mean+0%:H02122al
+    mean+1%:H02122al mean+5%:H22112l mean+20%:H22112l mean+1%:H22112l mean+0%:H10122l
+    node+1%:H22112l mean+0%:H12120l
+    """.split()
+)
+
 
 def default_candidates(objective: Objective) -> tuple[Candidate, ...]:
     """The candidates that ``solve`` tries when none are given: the empty plan first.
 
     For a tolerance, all policies at exactly that cap, then a general list that holds tighter caps
     (which sometimes need fewer copies by luck) and looser ones (when the tolerance cannot be met).
+    For predicted time, most of the general list and candidates that copy for locality.
     """
+    if isinstance(objective, Time):
+        return (EMPTY_PLAN, *GENERAL[:51], *LOCAL)
     if isinstance(objective, Balance):
         cap = f"mean+{objective.tolerance * 100:.4f}%"
         return (EMPTY_PLAN, *(Candidate(cap, policy) for policy in POLICIES), *GENERAL[:24])
