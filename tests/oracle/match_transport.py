@@ -73,20 +73,26 @@ def score(state: State, hints: Hints, mean: int, expert: int, p: int, tokens: in
     return SCORE * tokens + near + times(mean, min(hint, ONE)) // 10
 
 
+def usable_slack(state: State) -> int:
+    ranks = range(state.layout.num_ranks)
+    return sum(state.room(p) for p in ranks) - sum(max(state.excess(p), 0) for p in ranks)
+
+
 def proposal(
-    state: State, hints: Hints, mean: int, spill: Sequence[int], p: int
+    state: State, hints: Hints, mean: int, spill: Sequence[int], slack: int, p: int
 ) -> tuple[int, int] | None:
     """(score, expert) that position p proposes to."""
     scored = []
     for e in range(state.layout.num_experts):
         tokens = min(spill[e], state.cap - state.load[p])
-        if tokens > 0 and not state.holds(p, e):
+        wasteful = state.free[p] == 1 and state.room(p) - tokens > max(slack, 0)
+        if tokens > 0 and not state.holds(p, e) and not wasteful:
             scored.append((score(state, hints, mean, e, p, tokens), e))
     return min(scored, key=lambda one: (-one[0], one[1]), default=None)
 
 
 def match_transport(state: State) -> None:
-    """5b: copies by proposals and acceptances, S rounds."""
+    """5b.1 to 5b.3: copies by proposals and acceptances, S rounds."""
     layout = state.layout
     spill = spill_of(state)
     hints = transport(state)
@@ -95,11 +101,12 @@ def match_transport(state: State) -> None:
         took: set[int] = set()
         while True:
             state.steps += 1
+            slack = usable_slack(state)
             proposals: dict[int, list[tuple[int, int]]] = {}  # expert -> (score, position)
             for p in range(layout.num_ranks):
-                if p in took or state.free[p] == 0 or state.load[p] >= state.cap:
+                if p in took or state.room(p) == 0:
                     continue
-                best = proposal(state, hints, mean, spill, p)
+                best = proposal(state, hints, mean, spill, slack, p)
                 if best is not None:
                     proposals.setdefault(best[1], []).append((best[0], p))
             if not proposals:

@@ -184,7 +184,7 @@ def parse_policy(text: str) -> Policy:
     if text in ("F", "F0"):
         return Policy(nodes_first=False, near_first=text == "F")
     if text == "T":
-        return Policy(nodes_first=False, near_first=False, transport=True)
+        return Policy(nodes_first=False, near_first=True, transport=True)
     assert text[0] == "H", text
     digits = [int(digit) for digit in text[1:6]]
     suffix = text[6:]
@@ -669,10 +669,9 @@ def solve_candidate(
         state.cap = cap_of(cap_text, state.load, layout)
         if policy.transport:
             match_transport(state)
-        else:
-            if policy.nodes_first:
-                steps_b(state, place_nodes(state, costs))
-            state.steps += refine(state, list(range(layout.num_ranks)), False, [])[1]
+        elif policy.nodes_first:
+            steps_b(state, place_nodes(state, costs))
+        state.steps += refine(state, list(range(layout.num_ranks)), False, [])[1]
         drop_superfluous_copies(state)
     copies = [Copy(e, p, tokens) for (e, p), tokens in sorted(state.copies.items())]
     cap = None if cap_text == "none" else state.cap
