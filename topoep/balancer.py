@@ -17,9 +17,9 @@ from topoep import ops
 from topoep._version import __version__
 from topoep.checks import check_int, check_type
 from topoep.debug import check_call, check_plan, debug_mode
-from topoep.objective import Objective, check_objective
+from topoep.objective import Objective, Time, check_objective
 from topoep.plan import MAX_TOKENS, Plan, PlanConfig, check_counts, make_plan
-from topoep.portfolio import Candidate, choose_candidates
+from topoep.portfolio import SOLVERS, Candidate, choose_candidates
 from topoep.recompute import PlanHistory, Replay, in_backward
 from topoep.replicas import BufferPool, Lease, SlotBuffer, prefetch, release, replicate
 from topoep.topology import Topology
@@ -42,6 +42,8 @@ _FIELDS = (
     "spare_slots",
     "node_of_rank",
     "objective",
+    "cost_model",
+    "solver",
     "candidates",
     "replica_policy",
     "slot_buffers",
@@ -144,7 +146,7 @@ class Balancer:
             if not 1 <= check_int(slot_buffers, "slot_buffers") <= MAX_SLOT_BUFFERS:
                 raise ValueError(f"slot_buffers={slot_buffers}; expected 1 to {MAX_SLOT_BUFFERS}")
             self._candidates = choose_candidates(objective, solver, candidates)
-            fields = self._fingerprint(replica_policy) | {
+            fields = self._fingerprint(solver, replica_policy) | {
                 "slot_buffers": slot_buffers,
                 "comm_sms": comm_sms,
             }
@@ -574,9 +576,11 @@ class Balancer:
             self._pools[key] = BufferPool(make, self.slot_buffers)
         return self._pools[key]
 
-    def _fingerprint(self, replica_policy: str) -> dict[str, int]:
+    def _fingerprint(self, solver: str, replica_policy: str) -> dict[str, int]:
         """The values of ``_FIELDS`` on this rank, as integers."""
         packed = [candidate.pack() for candidate in self._candidates]
+        objective = self.config.objective
+        cost_model = objective.cost_model if isinstance(objective, Time) else None
         return {
             "valid": 1,
             "version": _digest(__version__),
@@ -584,7 +588,10 @@ class Balancer:
             "num_experts": self.num_experts,
             "spare_slots": self.spare_slots,
             "node_of_rank": _digest(self.topology.node_of_rank),
-            "objective": _digest(self.config.objective.to_ints()),
+            # Kind, tolerance and weight; the cost model behind them is a field of its own.
+            "objective": _digest(objective.to_ints()[:3]),
+            "cost_model": _digest(cost_model and cost_model.to_ints()),
+            "solver": SOLVERS.index(solver),
             "candidates": _digest(packed),
             "replica_policy": REPLICA_POLICIES.index(replica_policy),
         }
