@@ -17,9 +17,9 @@ from topoep import ops
 from topoep._version import __version__
 from topoep.checks import check_int, check_type
 from topoep.debug import check_call, check_plan, debug_mode
-from topoep.objective import Objective, check_objective
+from topoep.objective import Objective, Time, check_objective
 from topoep.plan import MAX_TOKENS, Plan, PlanConfig, check_counts, make_plan
-from topoep.portfolio import Candidate, choose_candidates
+from topoep.portfolio import SOLVERS, Candidate, choose_candidates
 from topoep.recompute import PlanHistory, Replay, in_backward
 from topoep.replicas import BufferPool, Lease, SlotBuffer, prefetch, release, replicate
 from topoep.topology import Topology
@@ -42,6 +42,8 @@ _FIELDS = (
     "spare_slots",
     "node_of_rank",
     "objective",
+    "cost_model",
+    "solver",
     "candidates",
     "replica_policy",
     "slot_buffers",
@@ -139,14 +141,16 @@ class Balancer:
             if not 1 <= check_int(slot_buffers, "slot_buffers") <= MAX_SLOT_BUFFERS:
                 raise ValueError(f"slot_buffers={slot_buffers}; expected 1 to {MAX_SLOT_BUFFERS}")
             self._candidates = choose_candidates(objective, solver, candidates)
-            fields = self._fingerprint(replica_policy) | {
+            fields = self._fingerprint(solver, replica_policy) | {
                 "slot_buffers": slot_buffers,
                 "comm_sms": comm_sms,
             }
         except (TypeError, ValueError) as error:
             problem, fields = error, dict.fromkeys(_FIELDS, 0)
         # A rank with a bad argument still takes part, so that the others do not wait for it.
-        gathered = self.transport.gather_config(torch.tensor([fields[f] for f in _FIELDS]))
+        gathered = self.transport.gather_config(
+            torch.tensor([fields[f] for f in _FIELDS], device="cpu")
+        )
         if problem is not None:
             raise problem
         _check_agreement(gathered)
@@ -228,7 +232,7 @@ class Balancer:
         if in_backward():
             replayed = self._replay.next_plan(ids)
             return replayed if replayed is not None else history.find(ids)
-        self.debug_check("plan")
+        self._debug_check("plan")
         counted = [ops.histogram(tensor, self.num_experts) for tensor in ids]
         counts = self.transport.exchange([counts for counts, _ in counted])
         invalid = torch.stack([invalid for _, invalid in counted]).sum(dtype=torch.int32)
@@ -247,7 +251,7 @@ class Balancer:
             TypeError, ValueError: as for :func:`topoep.solve`.
         """
         check_counts(counts, self.config)
-        self.debug_check("plan_from_counts")
+        self._debug_check("plan_from_counts")
         return self._make_plan(counts, None, ())
 
     def checkpoint_contexts(
@@ -370,7 +374,7 @@ class Balancer:
                         f"weights holds a tensor of shape {tuple(tensor.shape)} and strides "
                         f"{tensor.stride()}; expected contiguous tensors (tensor.contiguous())"
                     )
-        self.debug_check("replicate", plan)
+        self._debug_check("replicate", plan, per_rank[0])
         flat = [t for tensors in per_rank for t in tensors]
         lease: Lease | None = None
         if self.spare_slots == 0:
@@ -499,7 +503,7 @@ class Balancer:
                     raise ValueError(
                         "out must be contiguous floating-point tensors; it is changed in place"
                     )
-        self.debug_check("reduce_grads", plan)
+        self._debug_check("reduce_grads", plan, (*grads[0], *homes[0]))
         if self.spare_slots > 0:
             with torch.no_grad():
                 self.transport.reduce_grads(plan, grads, homes)
@@ -507,10 +511,12 @@ class Balancer:
                     for grad in tensors:
                         grad.zero_()
 
-    def debug_check(self, call: str, plan: Plan | None = None) -> None:
-        """With ``TOPOEP_DEBUG=1``: raises on all ranks unless all make this call with this plan."""
+    def _debug_check(
+        self, call: str, plan: Plan | None = None, tensors: Sequence[Tensor] = ()
+    ) -> None:
+        """With ``TOPOEP_DEBUG=1``: raises on all ranks unless all make the same call."""
         if self._debug and not in_backward():
-            check_call(call, plan, self.transport)
+            check_call(call, plan, self.transport, tensors)
 
     # ---- checks --------------------------------------------------------------------------------
 
@@ -587,9 +593,11 @@ class Balancer:
             self._pools[key] = BufferPool(make, self.slot_buffers)
         return self._pools[key]
 
-    def _fingerprint(self, replica_policy: str) -> dict[str, int]:
+    def _fingerprint(self, solver: str, replica_policy: str) -> dict[str, int]:
         """The values of ``_FIELDS`` on this rank, as integers."""
         packed = [candidate.pack() for candidate in self._candidates]
+        objective = self.config.objective
+        cost_model = objective.cost_model if isinstance(objective, Time) else None
         return {
             "valid": 1,
             "version": _digest(__version__),
@@ -597,7 +605,10 @@ class Balancer:
             "num_experts": self.num_experts,
             "spare_slots": self.spare_slots,
             "node_of_rank": _digest(self.topology.node_of_rank),
-            "objective": _digest(self.config.objective.to_ints()),
+            # Kind, tolerance and weight; the cost model behind them is a field of its own.
+            "objective": _digest(objective.to_ints()[:3]),
+            "cost_model": _digest(cost_model and cost_model.to_ints()),
+            "solver": SOLVERS.index(solver),
             "candidates": _digest(packed),
             "replica_policy": REPLICA_POLICIES.index(replica_policy),
         }
