@@ -324,7 +324,7 @@ def test_presets_have_the_published_number_of_parameters(preset, billions):
     ("make", "message"),
     [
         (lambda: Cluster("H900"), "hardware 'H900'; presets are A100, H800"),
-        (lambda: Cluster(3), "expected a name or Hardware"),
+        (lambda: Cluster(3), "expected a topoep.Hardware"),
         (lambda: Cluster("H100", 0), "num_nodes=0"),
         (lambda: Cluster("H100", 1, 9), "ranks_per_node=9; a node of H100 has 8 GPUs"),
         (lambda: Cluster("H100", 200), "1600 ranks"),
@@ -332,9 +332,9 @@ def test_presets_have_the_published_number_of_parameters(preset, billions):
         (lambda: Cluster("H100", 2).topology(12), "no whole number of nodes"),
         (lambda: Cluster("H100", 2).topology(32), "2x8xH100 has 16"),
         (lambda: layer(Topology(1, 9)), "do not fit 1x8xH800"),
-        (lambda: dataclasses.replace(HARDWARE["H100"], nic_bandwidth=-1), "nic_bandwidth=-1"),
-        (lambda: dataclasses.replace(HARDWARE["H100"], flops=math.nan), "flops=nan"),
-        (lambda: dataclasses.replace(HARDWARE["H100"], link_latency=-1.0), "zero or a positive"),
+        (lambda: dataclasses.replace(HARDWARE["H100"], nic_bandwidth=-1), "nic_bandwidth is -1"),
+        (lambda: dataclasses.replace(HARDWARE["H100"], flops=math.nan), "flops is nan"),
+        (lambda: dataclasses.replace(HARDWARE["H100"], link_latency=-1.0), "of 0 or more"),
         (lambda: dataclasses.replace(HARDWARE["H100"], flops="1"), "expected a number"),
         (lambda: HARDWARE["A100"].flops_of("float8"), "A100 has no float8"),
         (lambda: MoEModel.preset("GPT"), "model 'GPT'; presets are Qwen3-30B-A3B"),
@@ -371,7 +371,7 @@ def test_clusters_and_models_from_numbers(tmp_path):
     path.write_text(json.dumps(dataclasses.asdict(MODEL)))
     assert MoEModel.parse(str(path)) == MODEL
     for text, message in (
-        ('{"preset": "H100", "nic_bandwidth": -2}', "own.json: Hardware nic_bandwidth=-2"),
+        ('{"preset": "H100", "nic_bandwidth": -2}', "own.json: Hardware.nic_bandwidth is -2"),
         ('{"preset": "H100", "speed": 2}', "speed"),
         ("[]", "expected a JSON object"),
         ("{", "no JSON"),

@@ -330,7 +330,10 @@ def test_advise_prints_what_to_set(tmp_path, capsys):
         ("simulate --generator W1 --cluster 2xH900 --model Mixtral-8x7B", "presets are A100"),
         ("simulate --generator W1 --cluster 2xH800 --model GPT", "presets are Qwen3"),
         ("simulate --generator W1 --cluster 2xH800", "needs --model"),
-        ("simulate --generator W1 --cluster {t}/bad.json --model Mixtral-8x7B", "nic_bandwidth=-1"),
+        (
+            "simulate --generator W1 --cluster {t}/bad.json --model Mixtral-8x7B",
+            "nic_bandwidth is -1",
+        ),
         ("simulate --trace {t}/t.npz --cluster 1xH800 --model {t}/model.json", "do not fit"),
         ("simulate --trace {t}/t.npz --cluster 2xH800 --model Mixtral-8x7B", "experts 32"),
         ("simulate --trace {t}/t.npz --cluster 2xH800", "give --model"),

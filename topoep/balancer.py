@@ -19,9 +19,9 @@ from topoep import ops
 from topoep._version import __version__
 from topoep.checks import check_int, check_type
 from topoep.debug import check_call, check_plan, debug_mode
-from topoep.objective import Objective, check_objective
+from topoep.objective import Objective, Time, check_objective
 from topoep.plan import MAX_TOKENS, Plan, PlanConfig, check_counts, make_plan
-from topoep.portfolio import Candidate, choose_candidates
+from topoep.portfolio import SOLVERS, Candidate, choose_candidates
 from topoep.recompute import PlanHistory, Replay, in_backward
 from topoep.replicas import BufferPool, Lease, SlotBuffer, prefetch, release, replicate
 from topoep.topology import Topology
@@ -44,6 +44,8 @@ _FIELDS = (
     "spare_slots",
     "node_of_rank",
     "objective",
+    "cost_model",
+    "solver",
     "candidates",
     "replica_policy",
     "slot_buffers",
@@ -130,12 +132,7 @@ class Balancer:
         solver: str = "portfolio",
         candidates: Sequence[Candidate] | None = None,
     ) -> None:
-        self.transport = make_transport(
-            transport,
-            check_type(topology, Topology, "topology"),
-            group,
-            check_int(comm_sms, "comm_sms"),
-        )
+        self.transport = make_transport(transport, topology, group, comm_sms)
         problem: Exception | None = None
         try:
             self._debug = debug_mode()
@@ -149,14 +146,16 @@ class Balancer:
             if not 1 <= check_int(slot_buffers, "slot_buffers") <= MAX_SLOT_BUFFERS:
                 raise ValueError(f"slot_buffers={slot_buffers}; expected 1 to {MAX_SLOT_BUFFERS}")
             self._candidates = choose_candidates(objective, solver, candidates)
-            fields = self._fingerprint(replica_policy) | {
+            fields = self._fingerprint(solver, replica_policy) | {
                 "slot_buffers": slot_buffers,
                 "comm_sms": comm_sms,
             }
         except (TypeError, ValueError) as error:
             problem, fields = error, dict.fromkeys(_FIELDS, 0)
         # A rank with a bad argument still takes part, so that the others do not wait for it.
-        gathered = self.transport.gather_config(torch.tensor([fields[f] for f in _FIELDS]))
+        gathered = self.transport.gather_config(
+            torch.tensor([fields[f] for f in _FIELDS], device="cpu")
+        )
         if problem is not None:
             raise problem
         _check_agreement(gathered)
@@ -225,7 +224,7 @@ class Balancer:
             topk_ids: int32 or int64 ``[T, K]``, -1 for padding; T may differ from rank to rank and
                 may be 0.
             layer: the layer this plan is for, if the balancer serves several whose recomputations
-                must be told apart; any hashable, weakly referenced object.
+                must be told apart: its module, or another object that can be weakly referenced.
 
         Raises:
             TypeError: the ids have another dtype.
@@ -237,9 +236,9 @@ class Balancer:
             _check_ids(tensor, self.config.num_ranks)
         history = self.history(self if layer is None else layer)
         if in_backward():
-            replayed = self._replay.next_plan()
+            replayed = self._replay.next_plan(ids)
             return replayed if replayed is not None else history.find(ids)
-        self.debug_check("plan")
+        self._debug_check("plan")
         counted = [ops.histogram(tensor, self.num_experts) for tensor in ids]
         counts = self.transport.exchange([counts for counts, _ in counted])
         invalid = torch.stack([invalid for _, invalid in counted]).sum(dtype=torch.int32)
@@ -276,7 +275,7 @@ class Balancer:
             TypeError, ValueError: as for :func:`topoep.solve`.
         """
         check_counts(counts, self.config)
-        self.debug_check("plan_from_counts")
+        self._debug_check("plan_from_counts")
         return self._make_plan(counts, None, ())
 
     def checkpoint_contexts(
@@ -305,7 +304,13 @@ class Balancer:
 
     def history(self, layer: object) -> PlanHistory:
         """The plans of one layer that backward may still need."""
-        return self._histories.setdefault(layer, PlanHistory())
+        try:
+            return self._histories.setdefault(layer, PlanHistory())
+        except TypeError:
+            raise TypeError(
+                f"layer is a {type(layer).__name__}; expected an object that can be weakly "
+                "referenced, such as the layer's module"
+            ) from None
 
     # ---- routing -------------------------------------------------------------------------------
 
@@ -393,15 +398,19 @@ class Balancer:
                         f"weights holds a tensor of shape {tuple(tensor.shape)} and strides "
                         f"{tensor.stride()}; expected contiguous tensors (tensor.contiguous())"
                     )
-        self.debug_check("replicate", plan)
+        self._debug_check("replicate", plan, per_rank[0])
         flat = [t for tensors in per_rank for t in tensors]
         lease: Lease | None = None
         if self.spare_slots == 0:
             guests = tuple(t.new_empty((0, *t.shape[1:])) for t in flat)
         else:
-            lease = Lease(self.transport, self._pool(per_rank), plan, per_rank)
-            plan.usage.leases.append(weakref.ref(lease))
+            lease = Lease(
+                self.transport, self._pool(per_rank), plan, per_rank, _twin(plan, per_rank)
+            )
+            replication = plan.usage.current(in_backward())
+            replication.leases.append(weakref.ref(lease))
             guests = replicate(lease, flat)
+            replication.guests += guests
         size = len(per_rank[0])
         grouped = [guests[i : i + size] for i in range(0, len(guests), size)]
         return PendingReplicas(lease, grouped if isinstance(weights, list) else grouped[0])
@@ -409,8 +418,10 @@ class Balancer:
     def release(self, outputs: TensorOrList, plan: Plan) -> TensorOrList:
         """Identity on the output of the experts that hands the spare slots to the next layer.
 
-        Its backward, which runs before that of the experts, fetches the copies again. Without it
-        (or with the policy "keep") the slots stay taken until backward has run.
+        Its backward, which runs before that of the experts, fetches the copies again. Call it with
+        either policy, on every rank, also where the experts used no copy: it ties the copies to the
+        output, so that their gradients, which are collective, are brought home by all ranks.
+        Without it the slots stay taken until backward has run.
 
         Args:
             outputs: what the experts computed with the copies of ``plan``.
@@ -418,11 +429,16 @@ class Balancer:
         """
         self._check_plan(plan)
         held = self._held(outputs, "outputs")
-        leases = [lease for ref in plan.usage.leases if (lease := ref()) is not None]
+        usage = plan.usage.recomputed if in_backward() else plan.usage.forward
+        leases = usage.alive()
         for lease in leases:
             lease.end_use()
-        if self.replica_policy == "refetch" and leases:
-            held = tuple(release(leases, held))
+        if leases:
+            held = tuple(
+                release(leases, usage.guests, held, refetch=self.replica_policy == "refetch")
+            )
+        usage.guests = []
+        usage.released = True
         return self._like(outputs, list(held))
 
     def prefetch(self, outputs: TensorOrList, plan: Plan) -> TensorOrList:
@@ -437,7 +453,8 @@ class Balancer:
         """
         self._check_plan(plan)
         held = self._held(outputs, "outputs")
-        leases = [lease for ref in plan.usage.leases if (lease := ref()) is not None]
+        usage = plan.usage.recomputed if in_backward() else plan.usage.forward
+        leases = usage.alive()
         if self.replica_policy == "refetch" and leases:
             held = tuple(prefetch(leases, held))
         return self._like(outputs, list(held))
@@ -510,7 +527,7 @@ class Balancer:
                     raise ValueError(
                         "out must be contiguous floating-point tensors; it is changed in place"
                     )
-        self.debug_check("reduce_grads", plan)
+        self._debug_check("reduce_grads", plan, (*grads[0], *homes[0]))
         if self.spare_slots > 0:
             with torch.no_grad():
                 self.transport.reduce_grads(plan, grads, homes)
@@ -518,10 +535,12 @@ class Balancer:
                     for grad in tensors:
                         grad.zero_()
 
-    def debug_check(self, call: str, plan: Plan | None = None) -> None:
-        """With ``TOPOEP_DEBUG=1``: raises on all ranks unless all make this call with this plan."""
+    def _debug_check(
+        self, call: str, plan: Plan | None = None, tensors: Sequence[Tensor] = ()
+    ) -> None:
+        """With ``TOPOEP_DEBUG=1``: raises on all ranks unless all make the same call."""
         if self._debug and not in_backward():
-            check_call(call, plan, self.transport)
+            check_call(call, plan, self.transport, tensors)
 
     # ---- checks --------------------------------------------------------------------------------
 
@@ -565,7 +584,7 @@ class Balancer:
             if not 1 <= len(tensors) <= MAX_TENSORS:
                 raise ValueError(
                     f"{name} has {len(tensors)} tensors; expected 1 to {MAX_TENSORS} "
-                    "(kMaxRowParts); call replicate several times for more"
+                    "(kMaxRowParts)" + ("; call replicate again for the rest" if tensors else "")
                 )
             for tensor in tensors:
                 if not isinstance(tensor, Tensor):
@@ -593,14 +612,16 @@ class Balancer:
 
         if self.replica_policy == "keep":
             return BufferPool(make, 1)
-        key = tuple((t.shape[1:], t.dtype, t.device) for t in weights[0])
+        key = _shapes(weights)
         if key not in self._pools:
             self._pools[key] = BufferPool(make, self.slot_buffers)
         return self._pools[key]
 
-    def _fingerprint(self, replica_policy: str) -> dict[str, int]:
+    def _fingerprint(self, solver: str, replica_policy: str) -> dict[str, int]:
         """The values of ``_FIELDS`` on this rank, as integers."""
         packed = [candidate.pack() for candidate in self._candidates]
+        objective = self.config.objective
+        cost_model = objective.cost_model if isinstance(objective, Time) else None
         return {
             "valid": 1,
             "version": _digest(__version__),
@@ -608,10 +629,26 @@ class Balancer:
             "num_experts": self.num_experts,
             "spare_slots": self.spare_slots,
             "node_of_rank": _digest(self.topology.node_of_rank),
-            "objective": _digest(self.config.objective.to_ints()),
+            # Kind, tolerance and weight; the cost model behind them is a field of its own.
+            "objective": _digest(objective.to_ints()[:3]),
+            "cost_model": _digest(cost_model and cost_model.to_ints()),
+            "solver": SOLVERS.index(solver),
             "candidates": _digest(packed),
             "replica_policy": REPLICA_POLICIES.index(replica_policy),
         }
+
+
+def _shapes(weights: Sequence[Weights]) -> object:
+    return tuple((t.shape[1:], t.dtype, t.device) for t in weights[0])
+
+
+def _twin(plan: Plan, weights: Sequence[Weights]) -> Lease | None:
+    """In a recomputation: the forward pass's lease of the same weights, where that is certain."""
+    if not in_backward() or plan.usage.replications != 1:
+        return None
+    shapes = _shapes(weights)
+    alike = [lease for lease in plan.usage.forward.alive() if _shapes(lease.weights) == shapes]
+    return alike[0] if len(alike) == 1 else None
 
 
 def _digest(value: object) -> int:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from topoep.checks import check_int
+from topoep.checks import check_int, check_number, check_type
 from topoep.expert_costs import ExpertCosts
 from topoep.hardware import Hardware, find_hardware
 
 MAX_COST = 2**29  # kMaxCost in csrc/core/limits.h
+MAX_INTERFERENCE = 1000  # kMaxInterference
 # A dispatcher that sends a token once per node: a routed pair less across nodes saves this much of
 # a row (docs/cost-model.md).
 DEDUP_ROW_SHARE = 0.25
@@ -39,8 +40,8 @@ class CostModel:
         sharded: whether network copies are cut over a node's NICs.
 
     Raises:
-        TypeError: a field is no int.
-        ValueError: a field is negative or above ``MAX_COST``.
+        TypeError: a field is no int, or ``sharded`` no bool.
+        ValueError: a field is negative or above ``MAX_COST``, ``interference`` above 1000.
     """
 
     token: int
@@ -58,12 +59,19 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
+            name, value = f"CostModel.{field.name}", getattr(self, field.name)
             if field.name == "sharded":
-                continue
-            value = check_int(getattr(self, field.name), f"CostModel.{field.name}")
-            if not 0 <= value <= MAX_COST:
+                check_type(value, bool, name)
+            elif field.name == "interference":
+                if not 0 <= check_int(value, name) <= MAX_INTERFERENCE:
+                    raise ValueError(
+                        f"{name}={value}; expected 0 to {MAX_INTERFERENCE} parts per thousand "
+                        "(kMaxInterference)"
+                    )
+            elif not 0 <= check_int(value, name) <= MAX_COST:
                 raise ValueError(
-                    f"CostModel.{field.name}={value}; expected 0 to {MAX_COST} ns (kMaxCost)"
+                    f"{name}={value}; expected 0 to {MAX_COST} ns (kMaxCost), about half a second; "
+                    "are the sizes and the units right?"
                 )
 
     @classmethod
@@ -78,6 +86,7 @@ class CostModel:
         dedup: bool = True,
         overlap: float = 0.8,
         hide_grads_us: float = 500.0,
+        gemm_dtype: str = "bfloat16",
     ) -> CostModel:
         """The constants for SwiGLU experts of this shape on this hardware.
 
@@ -91,16 +100,23 @@ class CostModel:
                 nodes often saves nothing (about a quarter of a row on average).
             overlap: share of the compute of home experts and of dispatch that can hide transfers.
             hide_grads_us: what else in backward hides the gradients' way home.
+            gemm_dtype: in which the experts compute.
 
         Raises:
-            ValueError: an unknown preset or dtype, or a size that is not positive.
+            TypeError: an argument is of another type.
+            ValueError: an unknown preset or dtype, a size that is not positive, an overlap that is
+                not a share, a negative time, or a cost above ``MAX_COST``.
         """
         kind = find_hardware(hardware)
-        costs = ExpertCosts.of(hidden, intermediate, dtype, kind, sharded)
+        check_type(sharded, bool, "sharded")
+        check_type(dedup, bool, "dedup")
+        check_number(overlap, "overlap", 1.0)
+        check_number(hide_grads_us, "hide_grads_us", unit="microseconds")
+        costs = ExpertCosts.of(hidden, intermediate, dtype, kind, sharded, gemm_dtype)
         row_share = DEDUP_ROW_SHARE if dedup else 1.0
 
         def ns(seconds: float) -> int:
-            return max(1, round(seconds * 1e9))
+            return max(1, round(seconds * 1e9))  # no part of a layer is free
 
         return cls(
             token=ns(costs.row_forward + costs.row_backward),
@@ -116,9 +132,9 @@ class CostModel:
                 * kind.ranks_per_node
                 / (kind.nics_per_node * kind.nic_bandwidth)
             ),
-            hide_forward=ns(overlap * costs.row_forward),
-            hide_backward=ns(overlap * costs.row_backward),
-            hide_grads=ns(hide_grads_us * 1e-6),
+            hide_forward=round(overlap * costs.row_forward * 1e9),
+            hide_backward=round(overlap * costs.row_backward * 1e9),
+            hide_grads=round(hide_grads_us * 1e3),
             sharded=sharded,
         )
 
@@ -152,22 +168,32 @@ class CostModel:
             overlap: share of the home experts' compute that can hide transfers.
             hide_grads_us: what else in backward hides the gradients' way home.
             sharded: whether ``cross_copy_us`` was measured with the copy cut over all NICs.
+
+        Raises:
+            TypeError: an argument is of another type.
+            ValueError: a time is negative or above ``MAX_COST``, or a share is not in [0, 1].
         """
 
-        def ns(us: float) -> int:
-            return round(us * 1e3)
+        def ns(us: float, name: str) -> int:
+            return round(1e3 * check_number(us, name, MAX_COST / 1e3, "microseconds (kMaxCost)"))
 
+        token = ns(token_us, "token_us")
+        copy, cross_copy = ns(copy_us, "copy_us"), ns(cross_copy_us, "cross_copy_us")
+        forward = check_number(forward_share, "forward_share", 1.0)
+        hidden = 1e3 * check_number(overlap, "overlap", 1.0) * token_us
         return cls(
-            token=ns(token_us),
-            instance=ns(instance_us),
-            copy=ns(copy_us),
-            cross_copy=ns(cross_copy_us),
-            grad=ns(2 * copy_us if grad_us is None else grad_us),
-            cross_grad=ns(2 * cross_copy_us if cross_grad_us is None else cross_grad_us),
-            network_row=ns(network_row_us),
-            hide_forward=ns(overlap * forward_share * token_us),
-            hide_backward=ns(overlap * (1 - forward_share) * token_us),
-            hide_grads=ns(hide_grads_us),
+            token=token,
+            instance=ns(instance_us, "instance_us"),
+            copy=copy,
+            cross_copy=cross_copy,
+            grad=2 * copy if grad_us is None else ns(grad_us, "grad_us"),
+            cross_grad=2 * cross_copy
+            if cross_grad_us is None
+            else ns(cross_grad_us, "cross_grad_us"),
+            network_row=ns(network_row_us, "network_row_us"),
+            hide_forward=round(hidden * forward),
+            hide_backward=round(hidden * (1 - forward)),
+            hide_grads=ns(hide_grads_us, "hide_grads_us"),
             sharded=sharded,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,16 +30,25 @@ def debug_mode() -> bool:
 CALLS = ("plan", "plan_from_counts", "replicate", "reduce_grads")
 
 
-def check_call(call: str, plan: Plan | None, transport: Transport) -> None:
-    """Checks that all ranks are in the same call, with the same plan. All raise, or none does.
+def check_call(
+    call: str, plan: Plan | None, transport: Transport, tensors: Sequence[Tensor] = ()
+) -> None:
+    """Checks that all ranks are in the same call, with the same plan and tensors of the same kind.
+
+    All ranks raise, or none does.
 
     One more collective per call; waits for the device.
 
     Raises:
         RuntimeError: names two ranks that do different things.
     """
-    own = [CALLS.index(call), 0 if plan is None else _digest(plan.counts, *_tables(plan))]
-    calls, plans = transport.gather_config(torch.tensor(own)).unbind(1)
+    kinds = repr([(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors])
+    own = [
+        CALLS.index(call),
+        0 if plan is None else _digest(plan.counts, *_tables(plan)),
+        zlib.crc32(kinds.encode()),
+    ]
+    calls, plans, shapes = transport.gather_config(torch.tensor(own, device="cpu")).unbind(1)
     if (other := _other(calls)) is not None:
         raise RuntimeError(
             f"rank 0 calls {CALLS[int(calls[0])]}() while rank {other} calls "
@@ -49,6 +59,11 @@ def check_call(call: str, plan: Plan | None, transport: Transport) -> None:
         raise RuntimeError(
             f"ranks 0 and {other} call {call}() with different plans; weights would be sent to the "
             "wrong place. All ranks of a group must run the same layers in the same order"
+        )
+    if (other := _other(shapes)) is not None:
+        raise RuntimeError(
+            f"ranks 0 and {other} call {call}() with tensors of different shapes or dtypes; this "
+            f"rank gives {kinds}. All ranks of a group must give the same"
         )
 
 
@@ -63,7 +78,7 @@ def check_plan(plan: Plan, transport: Transport) -> None:
             memory of a rank, is broken.
     """
     own = [int(plan.num_invalid), _digest(plan.counts), _digest(*_tables(plan))]
-    invalid, counts, plans = transport.gather_config(torch.tensor(own)).unbind(1)
+    invalid, counts, plans = transport.gather_config(torch.tensor(own, device="cpu")).unbind(1)
     if invalid.any():
         rank = int(invalid.nonzero()[0])
         raise ValueError(

@@ -47,22 +47,37 @@ class ExpertCosts:
 
     @classmethod
     def of(
-        cls, hidden: int, intermediate: int, dtype: str, hardware: Hardware, sharded: bool = True
+        cls,
+        hidden: int,
+        intermediate: int,
+        dtype: str,
+        hardware: Hardware,
+        sharded: bool = True,
+        gemm_dtype: str = "bfloat16",
     ) -> ExpertCosts:
         """The costs for SwiGLU experts of 3 D I weights.
+
+        Args:
+            hidden: D.
+            intermediate: I.
+            dtype: of the weights that are copied.
+            hardware: of every rank.
+            sharded: network copies are cut over NICs.
+            gemm_dtype: in which the experts compute.
 
         Raises:
             TypeError, ValueError: a size that is no positive int, or a dtype that the hardware
                 does not have.
         """
+        check_dtype(dtype)
         if check_int(hidden, "hidden") < 1 or check_int(intermediate, "intermediate") < 1:
             raise ValueError(f"hidden={hidden}, intermediate={intermediate}; both must be positive")
         weights = 3 * hidden * intermediate
-        weight_bytes = weights * SIZE_OF[check_dtype(dtype)]
+        weight_bytes = weights * SIZE_OF[dtype]
         grad_bytes = 4 * weights
         # GEMMs: 6 D I FLOP a row forward, twice that backward. Permute, SwiGLU and unpermute move
         # 8 D + 6 I bytes a row forward, and ELEMENTWISE_BACKWARD times that backward.
-        gemm = 2 * weights / (hardware.flops_of(dtype) * hardware.efficiency)
+        gemm = 2 * weights / (hardware.flops_of(gemm_dtype) * hardware.efficiency)
         memory = (8 * hidden + 6 * intermediate) / hardware.memory_bandwidth
         # A group costs its half-filled tiles, and in backward half of the read-modify-write of its
         # fp32 gradients; the other half hides.

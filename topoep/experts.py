@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from topoep import ops
 from topoep.balancer import Balancer, PendingReplicas, TensorOrList
-from topoep.checks import check_int
+from topoep.checks import check_int, check_type
 from topoep.objective import Objective
 from topoep.plan import Plan
 from topoep.topology import Topology
@@ -86,6 +86,9 @@ class BalancedExperts(nn.Module):
             raise ValueError(
                 f"num_experts={num_experts}, but the balancer is for {balancer.num_experts}"
             )
+        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+            if check_int(size, name) < 1:
+                raise ValueError(f"{name}={size}; expected at least 1")
         self.balancer = balancer
         self.num_chunks = num_chunks
         self._chunks = _slot_ranges(check_int(num_chunks, "num_chunks"), balancer)
@@ -108,12 +111,16 @@ class BalancedExperts(nn.Module):
         home = bal.config.experts_per_rank
         experts = [rank * home + i for rank in bal.held_ranks for i in range(home)]
         for parameter in (self.gate_up_proj, self.down_proj):
-            seed = int(torch.randint(2**62, ()))
+            seed = int(torch.randint(2**62, (), device="cpu"))
             bound = parameter.shape[-1] ** -0.5
+            if parameter.is_meta:
+                continue  # to be drawn again on a device, after to_empty()
             for weight, expert in zip(parameter.detach(), experts, strict=True):
                 generator = torch.Generator(weight.device).manual_seed(seed + expert)
                 weight.uniform_(-bound, bound, generator=generator)
 
+    # What it does depends on the plan, so a compiler has nothing to gain here: it breaks its graph.
+    @torch.compiler.disable
     def forward(
         self,
         x: TensorOrList,
@@ -142,6 +149,11 @@ class BalancedExperts(nn.Module):
         xs, ids, weights = (
             [t] if isinstance(t, Tensor) else list(t) for t in (x, topk_ids, topk_weights)
         )
+        if not len(xs) == len(ids) == len(weights) == len(bal.held_ranks):
+            raise ValueError(
+                f"x, topk_ids and topk_weights have {len(xs)}, {len(ids)} and {len(weights)} "
+                f"entries; expected one for each of {len(bal.held_ranks)} ranks"
+            )
         for triple in zip(xs, ids, weights, strict=True):
             self._check_inputs(*triple)
         if plan is None:
@@ -241,10 +253,16 @@ class BalancedExperts(nn.Module):
 
     def _check_inputs(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         hidden = self.gate_up_proj.shape[-1]
+        for name, value in (("x", x), ("topk_ids", ids), ("topk_weights", weights)):
+            check_type(value, Tensor, name)
         if x.dim() != 2 or x.shape[1] != hidden:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected [tokens, {hidden}]")
-        if x.dtype != self.gate_up_proj.dtype:
-            raise TypeError(f"x has dtype {x.dtype}, the experts {self.gate_up_proj.dtype}")
+        # Under autocast the GEMMs convert both.
+        if x.dtype != self.gate_up_proj.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"x has dtype {x.dtype}, the experts {self.gate_up_proj.dtype}; convert x, or run "
+                "under torch.autocast"
+            )
         if not weights.is_floating_point():
             raise TypeError(f"topk_weights has dtype {weights.dtype}; expected a floating dtype")
         if ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:

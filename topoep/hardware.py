@@ -7,9 +7,10 @@ docs/cost-model.md names the source of every number.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
-from topoep.checks import check_int
+from topoep.checks import check_int, check_number, check_type
 
 SIZE_OF = {"bfloat16": 2, "float16": 2, "float32": 4, "float8": 1}
 
@@ -41,8 +42,8 @@ class Hardware:
         shard_nics: NICs that carry one network copy together; all of a node if None.
 
     Raises:
-        TypeError: a number of another type.
-        ValueError: a number that is not positive.
+        TypeError: a field is no number, or one that counts is no int.
+        ValueError: a field is not positive and finite, or the efficiency is above 1.
     """
 
     name: str
@@ -62,17 +63,14 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+            name, value = f"Hardware.{field.name}", getattr(self, field.name)
             if field.name == "name" or (value is None and field.default is None):
                 continue
+            number = check_number(value, name, 1.0 if field.name == "efficiency" else math.inf)
+            if number == 0 and field.name not in _MAY_BE_ZERO:
+                raise ValueError(f"{name} is {value!r}; expected a positive number")
             if field.name in _COUNTS:
-                check_int(value, f"Hardware {field.name}")
-            elif isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"Hardware {field.name}={value!r}; expected a number")
-            zero = field.name in _MAY_BE_ZERO
-            if not (value >= 0 if zero else value > 0) or value == float("inf"):
-                expected = "zero or a positive number" if zero else "a positive number"
-                raise ValueError(f"Hardware {field.name}={value!r}; expected {expected}")
+                check_int(value, name)
 
     def flops_of(self, dtype: str) -> float:
         """Peak FLOP/s of dense GEMMs; float32 stands for TF32, at half the rate of bf16.
@@ -140,10 +138,11 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
         TypeError: neither a name nor a :class:`Hardware`.
         ValueError: an unknown preset.
     """
-    if isinstance(hardware, Hardware):
-        return hardware
     if not isinstance(hardware, str):
-        raise TypeError(f"hardware is a {type(hardware).__name__}; expected a name or Hardware")
+        return check_type(hardware, Hardware, "hardware")
     if hardware not in HARDWARE:
-        raise ValueError(f"hardware {hardware!r}; presets are {', '.join(HARDWARE)}")
+        raise ValueError(
+            f"hardware {hardware!r}; presets are {', '.join(HARDWARE)}, anything else takes a "
+            "topoep.Hardware"
+        )
     return HARDWARE[hardware]

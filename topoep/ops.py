@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from topoep import _library
 
@@ -429,6 +430,7 @@ def _expand_setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tenso
     ctx.save_for_backward(inputs[1], inputs[2])
 
 
+@once_differentiable
 def _expand_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     pair_of_row, row_of_pair = ctx.saved_tensors
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
@@ -440,6 +442,7 @@ def _combine_setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
     ctx.save_for_backward(*inputs)
 
 
+@once_differentiable
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, pair_of_row, row_of_pair, weights = ctx.saved_tensors
     grad_rows, grad_weights = _ops.combine_backward(

@@ -12,7 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topoep.objective import PARTS_PER_MILLION, Balance, Objective
+from topoep.checks import check_type
+from topoep.objective import PARTS_PER_MILLION, Balance, Objective, Time
 from topoep.topology import MAX_RANKS
 
 MAX_CANDIDATES = 256  # kMaxCandidates in csrc/core/limits.h
@@ -45,6 +46,8 @@ class Candidate:
     policy: str = "F"
 
     def __post_init__(self) -> None:
+        check_type(self.cap, str, "cap")
+        check_type(self.policy, str, "policy")
         self.pack()
 
     def pack(self) -> int:
@@ -74,7 +77,7 @@ class Candidate:
         if self.policy in ("F", "F0"):
             return (self.policy == "F") << 1
         if self.policy == "T":
-            return 1 << 12
+            return 1 << 12 | 1 << 1
         match = re.fullmatch(r"H([012])([02])([01])([012])([02])([aA]?)(l?)", self.policy)
         if not match:
             raise ValueError(f"policy {self.policy!r}: expected 'F', 'F0' or like 'H22112'")
@@ -95,8 +98,6 @@ class Candidate:
 
 EMPTY_PLAN = Candidate("none")
 
-# What "taot" tries besides the empty plan: surplus and room matched by optimal transport.
-TRANSPORT_PLAN = Candidate("mean+0%", "T")
 
 SOLVERS = ("portfolio", "taot")
 
@@ -124,13 +125,41 @@ GENERAL = tuple(
     """.split()
 )
 
+# Copies for locality, for the objective Time: greedily chosen like GENERAL, by predicted time over
+# loads whose experts have tokens from few nodes, collapsed ones, skewed ones and even ones.
+LOCAL = tuple(
+    Candidate(*text.split(":"))
+    for text in """
+    mean+1%:H20020Al mean+5%:H10122l node+1%:H12120l mean+0%:H22112l mean+0%:H02122al
+    mean+1%:H02122al mean+5%:H22112l mean+20%:H22112l mean+1%:H22112l mean+0%:H10122l
+    node+1%:H22112l mean+0%:H12120l
+    """.split()
+)
+
+# Caps of "taot", in percent above the mean, and in parts of a tolerance. The paper's cap is the
+# mean; the looser it is, the fewer copies.
+_TRANSPORT_CAPS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
+_TRANSPORT_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+def transport_candidates(objective: Objective) -> tuple[Candidate, ...]:
+    """What ``solver="taot"`` tries: excess and room matched by optimal transport, at some caps."""
+    percent = list(_TRANSPORT_CAPS)
+    if isinstance(objective, Balance):
+        percent += [share * objective.tolerance * 100 for share in _TRANSPORT_SHARES]
+    caps = dict.fromkeys(f"mean+{x:.4f}%" for x in percent)  # a tolerance of 0 gives one cap only
+    return (EMPTY_PLAN, *(Candidate(cap, "T") for cap in caps))
+
 
 def default_candidates(objective: Objective) -> tuple[Candidate, ...]:
     """The candidates that ``solve`` tries when none are given: the empty plan first.
 
     For a tolerance, all policies at exactly that cap, then a general list that holds tighter caps
     (which sometimes need fewer copies by luck) and looser ones (when the tolerance cannot be met).
+    For predicted time, most of the general list and candidates that copy for locality.
     """
+    if isinstance(objective, Time):
+        return (EMPTY_PLAN, *GENERAL[:51], *LOCAL)
     if isinstance(objective, Balance):
         cap = f"mean+{objective.tolerance * 100:.4f}%"
         return (EMPTY_PLAN, *(Candidate(cap, policy) for policy in POLICIES), *GENERAL[:24])
@@ -150,12 +179,15 @@ def choose_candidates(
     if solver not in SOLVERS:
         raise ValueError(f"solver={solver!r}; expected one of {', '.join(SOLVERS)}")
     if candidates is None:
-        taot = solver == "taot"
-        return (EMPTY_PLAN, TRANSPORT_PLAN) if taot else default_candidates(objective)
+        return (transport_candidates if solver == "taot" else default_candidates)(objective)
     if solver != "portfolio":
         raise ValueError(
             f"solver={solver!r} brings its own candidates; leave candidates=None, or use "
             "solver='portfolio'"
+        )
+    if not isinstance(candidates, Sequence):
+        raise TypeError(
+            f"candidates is a {type(candidates).__name__}; expected a list of topoep.Candidate"
         )
     for candidate in candidates:
         if not isinstance(candidate, Candidate):

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from topoep.plan import Plan
 from topoep.recompute import in_backward
@@ -31,20 +32,22 @@ class SlotBuffer:
     """Spare slots of one shape, shared by all layers whose experts have that shape."""
 
     def __init__(self, weights: Sequence[Weights], spare_slots: int) -> None:
-        # Zeros, so that an empty slot never feeds a grouped GEMM with NaNs.
-        self.slots: list[Weights] = [
-            tuple(w.new_zeros((spare_slots, *w.shape[1:])) for w in tensors) for tensors in weights
-        ]
-        self.content: object = None  # what the slots hold: Lease.content
+        # Zeros, so that an empty slot never feeds a grouped GEMM with NaNs. Never inference
+        # tensors: training uses the slots that an evaluation has made.
+        with torch.inference_mode(False):
+            self.slots: list[Weights] = [
+                tuple(w.new_zeros((spare_slots, *w.shape[1:])) for w in tensors)
+                for tensors in weights
+            ]
         self.lease: weakref.ref[Lease] | None = None  # who relies on it
         self.fills = 0
         self.pending = Pending()  # the last fill, perhaps still under way
         self.in_backward = False  # the last to fetch was a backward that has not ended
 
-    def is_free_for(self, plan: Plan) -> bool:
-        """Whether nobody else relies on the content."""
-        holder = self.lease() if self.lease is not None else None
-        return holder is None or holder.released or holder.plan.token == plan.token
+    def holder(self) -> Lease | None:
+        """Who relies on the content, if anybody does."""
+        lease = self.lease() if self.lease is not None else None
+        return None if lease is None or lease.released else lease
 
 
 class BufferPool:
@@ -60,17 +63,20 @@ class BufferPool:
         self._size = size
         self._buffers: list[SlotBuffer] = []  # least recently chosen first
 
-    def choose(self, plan: Plan, content: object) -> SlotBuffer:
-        """A buffer for this plan, best one that holds its copies already.
+    def choose(self, plan: Plan) -> SlotBuffer:
+        """A buffer that nobody relies on, the least recently chosen first.
+
+        A plan that replicates several times before its release (gate and up projections, say) has
+        slots for each; they come on top of the size.
 
         Raises:
             RuntimeError: other plans need all of them.
         """
-        free = [buffer for buffer in self._buffers if buffer.is_free_for(plan)]
-        chosen = next((b for b in free if b.content == content), None)
-        if chosen is None:
-            chosen = next((b for b in free if not b.in_backward), None)
-        if chosen is None and len(self._buffers) < self._size:
+        holders = [buffer.holder() for buffer in self._buffers]
+        free = [b for b, holder in zip(self._buffers, holders, strict=True) if holder is None]
+        own = sum(h is not None and h.plan.token == plan.token for h in holders)
+        chosen = next((b for b in free if not b.in_backward), None)
+        if chosen is None and len(self._buffers) < self._size + own:
             chosen = self._make()
             self._buffers.append(chosen)
         if chosen is None:
@@ -91,25 +97,43 @@ class Lease:
     """The copies of one plan for one set of weights."""
 
     def __init__(
-        self, transport: Transport, pool: BufferPool, plan: Plan, weights: Sequence[Weights]
+        self,
+        transport: Transport,
+        pool: BufferPool,
+        plan: Plan,
+        weights: Sequence[Weights],
+        twin: Lease | None = None,
     ) -> None:
         self.transport = transport
         self.plan = plan
         self.weights = [tuple(w.detach() for w in tensors) for tensors in weights]
         # Without autograd nothing relies on the slots once the next layer asks for them.
         self.released = not torch.is_grad_enabled()
-        self.content = self._content()
-        self.buffer = pool.choose(plan, self.content)
         self.in_use = True  # until the experts' output is released
+        self._content = self._identity()
+        # A recomputation finds the copies that the backward of its forward pass has fetched.
+        self._twin = twin if twin is not None and twin.is_fresh() else None
+        self.buffer: SlotBuffer = pool.choose(plan) if self._twin is None else self._twin.buffer
         self._fill = -1  # the fill that this lease's users see
 
-    def _content(self) -> object:
-        tensors = tuple(t for tensors in self.weights for t in tensors)
-        return self.plan.token, tuple((t.data_ptr(), t._version) for t in tensors)
+    def _identity(self) -> object:
+        return tuple(
+            (t.data_ptr(), 0 if t.is_inference() else t._version)
+            for tensors in self.weights
+            for t in tensors
+        )
 
     def take(self) -> list[Weights]:
-        """Starts to fill the buffer, if it does not hold this already, and hands out aliases."""
-        self._fetch()
+        """Starts to fill the buffer and hands out aliases of it.
+
+        Always a transfer, whatever the slots hold: whether they hold it already is something that
+        ranks could find different answers to, and a transfer takes all of them.
+        """
+        if self._twin is None:
+            self._fetch()
+        else:
+            self._fill = self._twin._fill
+            self._twin = None
         if not in_backward():
             self.buffer.lease = weakref.ref(self)
             self.buffer.in_backward = False
@@ -118,14 +142,19 @@ class Lease:
 
     def start_retake(self) -> None:
         """Starts to fetch again for backward what take() fetched in forward."""
-        if self._content() != self.content:
+        if self._identity() != self._content:
             raise RuntimeError(
                 "the weights of the experts changed between forward and backward (an optimizer "
                 "step, or an in-place update); their copies cannot be fetched again. Run backward "
                 "before the weights change"
             )
-        self._fetch()
+        if not self.is_fresh():
+            self._fetch()
         self.buffer.in_backward = True
+
+    def is_fresh(self) -> bool:
+        """Whether the buffer holds what was last fetched for this lease."""
+        return self.buffer.fills == self._fill
 
     def wait(self) -> None:
         """Waits for what was started. Raises if the buffer was filled for others since."""
@@ -134,7 +163,7 @@ class Lease:
 
     def check_fresh(self) -> None:
         """Raises RuntimeError if the buffer was filled for another plan since it was for this."""
-        if self.buffer.fills != self._fill:
+        if not self.is_fresh():
             raise RuntimeError(
                 "the spare slots were filled for another plan while the experts of this one were "
                 "still computing with them: what they computed is wrong. Call replicate, the "
@@ -157,12 +186,9 @@ class Lease:
 
     def _fetch(self) -> None:
         buffer = self.buffer
-        if buffer.content != self.content:
-            buffer.pending.wait()
-            buffer.content = None  # in case the transport raises half-way
-            buffer.fills += 1
-            buffer.pending = self.transport.start_replicate(self.plan, self.weights, buffer.slots)
-            buffer.content = self.content
+        buffer.pending.wait()
+        buffer.fills += 1
+        buffer.pending = self.transport.start_replicate(self.plan, self.weights, buffer.slots)
         self._fill = buffer.fills
 
 
@@ -175,6 +201,7 @@ class _Replicate(torch.autograd.Function):
         return tuple(t for tensors in lease.take() for t in tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         lease: Lease = ctx.lease
         lease.end_backward()
@@ -196,19 +223,27 @@ class _Replicate(torch.autograd.Function):
 
 
 class _Release(torch.autograd.Function):
-    """Identity that fetches the copies again in backward."""
+    """Identity on outputs that fetches the copies again in backward, if it is to.
+
+    The copies are inputs too, so that autograd reaches the backward of replicate, a collective, on
+    ranks whose experts did not use theirs.
+    """
 
     @staticmethod
-    def forward(ctx: Any, leases: Sequence[Lease], *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.leases = leases
-        return tuple(y.view_as(y) for y in outputs)
+    def forward(
+        ctx: Any, leases: Sequence[Lease], refetch: bool, num_outputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.leases = leases if refetch else ()
+        ctx.num_guests = len(tensors) - num_outputs
+        return tuple(y.view_as(y) for y in tensors[:num_outputs])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         for lease in ctx.leases:
             lease.start_retake()
             lease.wait()
-        return (None, *grads)
+        return (None, None, None, *grads, *[None] * ctx.num_guests)
 
 
 class _Prefetch(torch.autograd.Function):
@@ -220,6 +255,7 @@ class _Prefetch(torch.autograd.Function):
         return tuple(y.view_as(y) for y in outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         for lease in ctx.leases:
             lease.start_retake()
@@ -238,11 +274,14 @@ def replicate(lease: Lease, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return guests
 
 
-def release(leases: Sequence[Lease], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Identity on the outputs; gives the slots back, and fetches them again in backward."""
-    for lease in leases:
-        lease.released = True
-    return list(_Release.apply(leases, *outputs))
+def release(
+    leases: Sequence[Lease], guests: Sequence[Tensor], outputs: Sequence[Tensor], refetch: bool
+) -> list[Tensor]:
+    """Identity on the outputs; with ``refetch`` gives the slots back until backward."""
+    if refetch:
+        for lease in leases:
+            lease.released = True
+    return list(_Release.apply(leases, refetch, len(outputs), *outputs, *guests))
 
 
 def prefetch(leases: Sequence[Lease], outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -70,7 +70,11 @@ def test_topology(arguments, message):
 
 @pytest.mark.parametrize(
     ("tolerance", "weight", "message"),
-    [(-0.1, 3, "tolerance=-0.1"), (float("nan"), 3, "tolerance=nan"), (0.01, 0, "cross_weight=0")],
+    [
+        (-0.1, 3, "tolerance is -0.1"),
+        (float("nan"), 3, "tolerance is nan"),
+        (0.01, 0, "cross_weight=0"),
+    ],
 )
 def test_objective(tolerance, weight, message):
     with pytest.raises(ValueError, match=message):
@@ -233,6 +237,37 @@ def disagree(rank: int, name: str, values: list) -> None:
             "objective",
             [topoep.Balance(0.01), topoep.Balance(0.01), topoep.Even(), topoep.Even()],
             "ranks 0 and 2 .* disagree on objective",
+        ),
+        (
+            "objective",
+            [topoep.Balance(0.01)] * 3 + [topoep.Balance(0.01, cross_weight=4)],
+            "ranks 0 and 3 .* disagree on objective",
+        ),
+        (
+            "objective",
+            [
+                topoep.Time(topoep.CostModel.from_model(64, 32, hardware=hardware))
+                for hardware in ("H800", "H800", "H100", "H800")
+            ],
+            "ranks 0 and 2 .* disagree on cost_model",
+        ),
+        (
+            "solver",
+            ["portfolio", "taot", "portfolio", "portfolio"],
+            "ranks 0 and 1 .* disagree on solver",
+        ),
+        (
+            "candidates",
+            [[topoep.Candidate("mean+1%", "F")]] * 3 + [[topoep.Candidate("mean+1%", "F0")]],
+            "ranks 0 and 3 .* disagree on candidates",
+        ),
+        (
+            "candidates",  # their order decides between equal keys
+            [
+                [topoep.Candidate("mean+1%", policy) for policy in policies]
+                for policies in (("F", "F0"), ("F0", "F"), ("F", "F0"), ("F", "F0"))
+            ],
+            "ranks 0 and 1 .* disagree on candidates",
         ),
         ("replica_policy", ["keep", "refetch", "keep", "keep"], "disagree on replica_policy"),
         ("slot_buffers", [1, 1, 1, 2], r"ranks 0 and 3 .* disagree on slot_buffers \(1 and 2\)"),

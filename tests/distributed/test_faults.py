@@ -118,3 +118,18 @@ def test_debug_mode_names_the_rank_with_a_call_more(monkeypatch):
     ):
         assert "rank 0 calls replicate() while rank 2 calls plan()" in outcome.error
     assert time.monotonic() - started < 20, "found by comparing, not by waiting"
+
+
+def other_dtype(rank: int) -> None:
+    balancer = topoep.Balancer(Topology(2, 2), 8, 2, group=dist.group.WORLD)
+    plan = balancer.plan(torch.zeros(8, 1, dtype=torch.int64))
+    dtype = torch.bfloat16 if rank == FAULTY else torch.float32
+    balancer.replicate((torch.zeros(2, 3, dtype=dtype),), plan)
+
+
+def test_debug_mode_names_the_rank_with_other_weights(monkeypatch):
+    monkeypatch.setenv("TOPOEP_DEBUG", "1")
+    for outcome in run_to_the_end(
+        RANKS, other_dtype, group_timeout_s=GROUP_TIMEOUT_S, timeout_s=LIMIT_S
+    ):
+        assert "ranks 0 and 2 call replicate() with tensors of different" in outcome.error

@@ -90,7 +90,12 @@ class LayerModel:
         cluster.check_fits(topology)
         self.cluster, self.model, self.topology, self.setting = cluster, model, topology, setting
         self.costs = ExpertCosts.of(
-            model.hidden, model.intermediate, setting.dtype, cluster.hardware, setting.sharded
+            model.hidden,
+            model.intermediate,
+            setting.dtype,
+            cluster.hardware,
+            setting.sharded,
+            setting.gemm_dtype,
         )
         self.links = Links(topology)
 
@@ -110,6 +115,7 @@ class LayerModel:
             dedup=self.setting.dedup,
             overlap=self.setting.overlap,
             hide_grads_us=1e6 * self.setting.overlap * attention,
+            gemm_dtype=self.setting.gemm_dtype,
         )
         return dataclasses.replace(derived, interference=round(1000 * self.setting.interference))
 

@@ -19,7 +19,8 @@ class Setting:
     """Assumptions of a simulation; docs/simulator.md names sources and what each changes.
 
     Args:
-        dtype: of expert weights and GEMMs.
+        dtype: of the expert weights that are copied.
+        gemm_dtype: in which the experts compute.
         dispatch_bytes: bytes per element that the dispatch sends (2 for bf16, 1 for fp8); the other
             three exchanges send bf16.
         sequence: tokens of a sequence, for the attention.
@@ -44,6 +45,7 @@ class Setting:
     """
 
     dtype: str = "bfloat16"
+    gemm_dtype: str = "bfloat16"
     dispatch_bytes: int = 2
     sequence: int = 4096
     dedup: bool = True
@@ -61,6 +63,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
+        check_dtype(self.gemm_dtype)
         if self.recompute not in _RECOMPUTE:
             raise ValueError(
                 f"recompute={self.recompute!r}; expected one of {', '.join(_RECOMPUTE)}"
