@@ -50,12 +50,9 @@ class Candidate:
         check_type(self.policy, str, "policy")
         self.pack()
 
+    @functools.lru_cache(1024)  # noqa: B019 - candidates are few, and equal ones share an entry
     def pack(self) -> int:
         """The candidate as one integer, as the solve op takes it (csrc/core/policy.h)."""
-        return self._packed
-
-    @functools.cached_property
-    def _packed(self) -> int:
         rule, value = self._parse_cap()
         return rule << 56 | value << 16 | self._parse_policy()
 
