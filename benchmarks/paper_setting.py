@@ -10,7 +10,7 @@ public summary that was not checked against the paper). TAOT's tables are the pa
 The loads behind the published figures are not public, so every prediction is a range over skews.
 Everything computed here is a prediction of the model in docs/simulator.md.
 
-    python benchmarks/paper_setting.py            # writes benchmarks/results/paper_setting.json
+    python benchmarks/paper_setting.py     # writes its results, and the tables of docs/simulator.md
 """
 
 from __future__ import annotations
@@ -379,6 +379,42 @@ def describe(result: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def page_tables(result: dict[str, Any]) -> list[list[str]]:
+    """The rows of the three tables in docs/simulator.md."""
+
+    def row(*cells: object) -> str:
+        return "| " + " | ".join(map(str, cells)) + " |"
+
+    gains_rows = []
+    for case in CASES:
+        at = result["imbalance_of_published"][case.model]
+        values = [percent(point["topoep"]) for point in result["gains"][case.model]]
+        where = "no skew tried" if at is None else f"{at:.2f}"
+        gains_rows.append(
+            row(f"{case.model}, EP{case.ep}", percent(case.published), *values, where)
+        )
+    pairs = [
+        row(found["what"], *(f"{found[c.model][0]:.1f} / {found[c.model][1]:.1f}" for c in CASES))
+        for found in result["sensitivity"]
+    ]
+    columns = ("published", "taot layer", "topoep layer", "taot step", "topoep step")
+    speedups = [
+        row(f"{found['initial']} %", *(f"{found[key]:.2f}" for key in columns))
+        for found in result["taot_speedups"]
+    ]
+    return [gains_rows, pairs, speedups]
+
+
+def update_page(path: Path, result: dict[str, Any]) -> None:
+    """Puts the rows of ``page_tables`` where the page has rows of the same names."""
+    lines = path.read_text().splitlines()
+    for rows in page_tables(result):
+        names = {row.split(" | ")[0] for row in rows}
+        places = [i for i, line in enumerate(lines) if line.split(" | ")[0] in names]
+        lines[places[0] : places[-1] + 1] = rows
+    path.write_text("\n".join(lines) + "\n")
+
+
 def not_explained(result: dict[str, Any]) -> list[str]:
     """Published figures outside of what the model gives."""
     lines = []
@@ -468,6 +504,7 @@ def main() -> None:
     arguments = parser.parse_args()
     result = measure(arguments.seeds)
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    update_page(RESULTS.parents[1] / "docs" / "simulator.md", result)
     print(describe(result))
     print(f"\nwrote {arguments.json}")
 
