@@ -2,7 +2,7 @@
 """How good a plan could be: exact plans, a lower bound, and local search.
 
 Written to measure TopoEP's planner, and by other means than it: mixed-integer programs solved by
-HiGHS (scipy.optimize.milp), column generation, maximum flow. Seconds per instance, not microseconds.
+HiGHS (scipy.optimize.milp), column generation, maximum flow. Seconds per instance.
 
 The problem, in the words of docs/algorithm.md: choose copies (expert, rank), at most S per rank and
 none of an expert on a rank that holds it, and tokens for each, so that one token of every expert
@@ -12,6 +12,7 @@ pairs``, a pair being an (expert, node other than its home node) that has a copy
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -297,7 +298,7 @@ class _Program:
             alike.setdefault((int(problem.home[expert]), held, reached), []).append(int(expert))
         for experts in alike.values():
             experts.sort(key=lambda expert: (-problem.movable[expert], expert))
-            for more, less in zip(experts, experts[1:], strict=False):
+            for more, less in itertools.pairwise(experts):
                 q_less, q_more = (self.first_q + self.y[e][self.y[e] >= 0] for e in (less, more))
                 signs = np.repeat([1.0, -1.0], [len(q_less), len(q_more)])
                 self.row(np.concatenate([q_less, q_more]), signs, high=0)
@@ -404,7 +405,6 @@ class _Cuts:
 
     def add_violated(self, program: _Program, x: Floats, most: int = 50) -> int:
         """Adds the most violated cuts; returns how many."""
-        problem = self.problem
         y = np.where(program.y >= 0, x[program.y], 0)
         z = np.where(program.z >= 0, x[program.z], math.inf)
         leaving = np.zeros(self.inside.shape)
@@ -558,8 +558,8 @@ class Groups:
         largest = max(len(ranks) for ranks in self.members)
         if largest > MAX_RANKS_OF_NODE:
             raise ValueError(
-                f"a node of {largest} ranks; all sets of ranks of a node are listed, so expected at "
-                f"most {MAX_RANKS_OF_NODE}"
+                f"a node of {largest} ranks; all sets of ranks of a node are listed, so "
+                f"expected at most {MAX_RANKS_OF_NODE}"
             )
         self.place = np.concatenate([np.arange(len(ranks)) for ranks in self.members])[
             np.argsort(np.concatenate(self.members))
@@ -759,7 +759,7 @@ class _Table:
         return _Table(*(column[rows] for column in self.columns))
 
     def undominated(self) -> tuple[Ints, _Table]:
-        """Rows that no other with the same counts exceeds in price and slack, and which they are."""
+        """Rows that no other with the same counts exceeds in price and slack, and their numbers."""
         kind = np.unique(self.more_copies * 2**20 + self.more_pairs, return_inverse=True)[1]
         order = np.lexsort((-self.slack, -self.price, kind))
         level = self.slack[order] + kind[order] * (np.ptp(self.slack) + 1)
