@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topoep.objective import PARTS_PER_MILLION, Balance, Objective
+from topoep.objective import PARTS_PER_MILLION, Balance, Objective, Time
 from topoep.topology import MAX_RANKS
 
 MAX_CANDIDATES = 256  # kMaxCandidates in csrc/core/limits.h
@@ -119,6 +119,25 @@ GENERAL = tuple(
     """.split()
 )
 
+# A list for ``Time``: every prefix is what a greedy choice takes first, over five model shapes on
+# four clusters (benchmarks/choose_portfolio.py).
+TIME = tuple(
+    Candidate(*text.split(":"))
+    for text in """
+    mean+2%:H02122l mean+1%:H12012a mean+5%:H20020l mean+1%:F0 mean+1%:H20122l load#5:H22112l
+    load#20:H12120l mean+2%:H20122a mean+1%:H02122l load#3:F mean+2%:H20020l mean+10%:H20020l
+    mean+0%:H10122 mean+1%:F mean+15%:H22112l load#8:H20122l mean+2%:H10022l mean+2%:F
+    load#12:H22112l mean+0%:F0 mean+20%:H20020l mean+5%:H22112al load#5:F0 mean+2%:F0
+    mean+1%:H22112al node+2%:H22112l node+0%:H10122l mean+0%:H02122l mean+1%:H12120l mean+5%:F
+    node+0%:F0 load#12:H20020l mean+1%:H10122 mean+0%:H12012l mean+10%:H02122l load#2:H22112
+    mean+20%:H02122l node+5%:H10122l mean+1%:H20020a mean+5%:H02122l mean+30%:H10122
+    mean+2%:H12012l load#12:F0 load#20:F mean+2%:H10122 load#8:F0 mean+50%:H02122
+    load#20:H10122l mean+5%:H10022a mean+1%:H02122 load#12:H02122l mean+2%:H02122a
+    mean+2%:H20020a mean+1%:H20122a mean+5%:H20122l node+2%:F0 mean+10%:H22112l mean+5%:F0
+    mean+5%:H20020a mean+1%:H02122a mean+1%:H12012l node+2%:H10122l load#3:F0
+    """.split()
+)
+
 
 def default_candidates(objective: Objective) -> tuple[Candidate, ...]:
     """The candidates that ``solve`` tries when none are given: the empty plan first.
@@ -129,7 +148,7 @@ def default_candidates(objective: Objective) -> tuple[Candidate, ...]:
     if isinstance(objective, Balance):
         cap = f"mean+{objective.tolerance * 100:.4f}%"
         return (EMPTY_PLAN, *(Candidate(cap, policy) for policy in POLICIES), *GENERAL[:24])
-    return (EMPTY_PLAN, *GENERAL)
+    return (EMPTY_PLAN, *(TIME if isinstance(objective, Time) else GENERAL))
 
 
 def choose_candidates(
