@@ -370,19 +370,30 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
+COMPACT = ("planners per R", "planners per group", "cells")  # tables with many rows
+
+
+def compact(cells: Sequence[Row]) -> list[Row]:
+    """The cells, those of a group, shape and S as one."""
+    columns = ("group", "R", "E", "S", "planner", "imbalance", "worst", "copies", "topoep")
+    columns += ("cells", "won", "lost", "instances", "instances lost", "#wrong")
+    rows = summary(cells, columns[:5])
+    return [{column: row[column] for column in columns} for row in rows]
+
+
 def write(result: dict[str, Any], target: Path) -> None:
-    """JSON with a table row per line; the many cells as lists of values behind their columns."""
+    """JSON with a row per line; long tables are lists of values behind their columns."""
     target.parent.mkdir(parents=True, exist_ok=True)
 
     def rounded(value: object) -> object:
         return round(value, 4) if isinstance(value, float) else value
 
     parts = []
-    for name, value in result.items():
+    for name, value in {**result, "cells": compact(result["cells"])}.items():
         text = json.dumps(value)
         if isinstance(value, list):
             rows: list[Any] = [{key: rounded(v) for key, v in row.items()} for row in value]
-            if name == "cells":
+            if name in COMPACT:
                 rows = [list(value[0]), *(list(row.values()) for row in rows)]
             text = "[" + ",".join(f"\n  {json.dumps(row)}" for row in rows) + "]"
         parts.append(f" {json.dumps(name)}: {text}")
@@ -466,12 +477,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = "bench_quality" + ("_quick" if arguments.quick else "")
     name += "" if arguments.fresh is None else f"_fresh{arguments.fresh}"
     target = arguments.json or RESULTS / f"{name}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
     if arguments.fresh is None:
         plot_tradeoff(result["cells"], curve, target.with_suffix(".png"))
         lines = sequence_lines(result["first seed"])
         plot_sequences(lines, WINDOW, target.with_name(f"{target.stem}_sequence.png"))
-    else:
-        del result["cells"]  # the default grid has them; losses are listed one by one anyway
     write(result, target)
 
 

@@ -100,7 +100,25 @@ POLICIES = (
     "H22112", "F", "H10122", "F0", "H02122", "H12012", "H12120", "H20020", "H20122", "H10022",
 )  # fmt: skip
 
-# A list for any objective: every prefix of it is the best of its length over many loads.
+# A list for ``Balance(t)``, chosen by benchmarks/choose_portfolio.py: every prefix is what a greedy
+# choice takes first. "0.5t" is half of the tolerance. Tighter caps than t sometimes need fewer
+# copies by luck, looser ones serve where t cannot be met.
+BALANCE = """
+    mean+1t:H22122a mean+1t:F0 mean+1t:H00112a mean+1t:H12022 mean+1%:F0 mean+1t:F
+    mean+1t:H20000 mean+5%:F mean+0.9t:H10122 mean+1t:H22110 mean+1t:H02010a load#8:H22102
+    mean+1t:H20122 mean+20%:H12000 mean+1t:H02120a mean+0.75t:F0 mean+0.9t:F0 mean+1t:H12112a
+    mean+1t:H10002a mean+0.9t:H12122 mean+4t:H02002 mean+0.9t:H22102 mean+0.9t:F
+    mean+1.5t:H12102 mean+0.2%:F0 mean+1t:H12100 mean+1t:H10012 mean+1t:H22112a mean+2t:F0
+    mean+1t:H10122 mean+1t:H20102 mean+0.5t:H12002 mean+0.9t:H00100 mean+1t:H22122
+    mean+0.9t:H22010 mean+1t:H22022a mean+1t:H12000 mean+0.75t:H10020 mean+1.5t:F0
+    mean+5%:H22100 mean+0.5t:F0 mean+1t:H00002 mean+0.9t:H02112 mean+4t:F0 mean+0.9t:H10002
+    mean+1t:H22112 load#6:H12000 mean+0.9t:H12100 mean+2t:H00002 mean+1t:H02102a mean+0.05%:F
+    load#6:H00000 mean+1t:H10020a mean+1t:H00120a mean+1t:H20112 mean+0.9t:H10120 mean+0.75t:F
+    mean+1t:H22110a mean+0t:F0 mean+1t:H00000a mean+0.9t:H22122 mean+1t:H02100a
+    mean+0.9t:H12102
+""".split()
+
+# A list for ``Even``: every prefix of it is the best of its length over many loads.
 GENERAL = tuple(
     Candidate(*text.split(":"))
     for text in """
@@ -139,15 +157,19 @@ TIME = tuple(
 )
 
 
-def default_candidates(objective: Objective) -> tuple[Candidate, ...]:
-    """The candidates that ``solve`` tries when none are given: the empty plan first.
+def _at(text: str, tolerance_ppm: int) -> Candidate:
+    """A candidate of BALANCE for a tolerance."""
+    cap, policy = text.split(":")
+    if match := re.fullmatch(r"(mean|node)\+([\d.]+)t", cap):
+        ppm = min(round(float(match[2]) * tolerance_ppm), MAX_PERCENT * PARTS_PER_MILLION // 100)
+        cap = f"{match[1]}+{ppm * 100 / PARTS_PER_MILLION:.4f}%"
+    return Candidate(cap, policy)
 
-    For a tolerance, all policies at exactly that cap, then a general list that holds tighter caps
-    (which sometimes need fewer copies by luck) and looser ones (when the tolerance cannot be met).
-    """
+
+def default_candidates(objective: Objective) -> tuple[Candidate, ...]:
+    """The candidates that ``solve`` tries when none are given: the empty plan first."""
     if isinstance(objective, Balance):
-        cap = f"mean+{objective.tolerance * 100:.4f}%"
-        return (EMPTY_PLAN, *(Candidate(cap, policy) for policy in POLICIES), *GENERAL[:24])
+        return (EMPTY_PLAN, *(_at(text, objective.tolerance_ppm) for text in BALANCE))
     return (EMPTY_PLAN, *(TIME if isinstance(objective, Time) else GENERAL))
 
 
