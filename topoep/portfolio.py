@@ -104,18 +104,17 @@ POLICIES = (
 # choice takes first. "0.5t" is half of the tolerance. Tighter caps than t sometimes need fewer
 # copies by luck, looser ones serve where t cannot be met.
 BALANCE = """
-    mean+1t:H22122a mean+1t:F0 mean+1t:H00112a mean+1t:H12022 mean+1%:F0 mean+1t:F
-    mean+1t:H20000 mean+5%:F mean+0.9t:H10122 mean+1t:H22110 mean+1t:H02010a load#8:H22102
-    mean+1t:H20122 mean+20%:H12000 mean+1t:H02120a mean+0.75t:F0 mean+0.9t:F0 mean+1t:H12112a
-    mean+1t:H10002a mean+0.9t:H12122 mean+4t:H02002 mean+0.9t:H22102 mean+0.9t:F
-    mean+1.5t:H12102 mean+0.2%:F0 mean+1t:H12100 mean+1t:H10012 mean+1t:H22112a mean+2t:F0
-    mean+1t:H10122 mean+1t:H20102 mean+0.5t:H12002 mean+0.9t:H00100 mean+1t:H22122
-    mean+0.9t:H22010 mean+1t:H22022a mean+1t:H12000 mean+0.75t:H10020 mean+1.5t:F0
-    mean+5%:H22100 mean+0.5t:F0 mean+1t:H00002 mean+0.9t:H02112 mean+4t:F0 mean+0.9t:H10002
-    mean+1t:H22112 load#6:H12000 mean+0.9t:H12100 mean+2t:H00002 mean+1t:H02102a mean+0.05%:F
-    load#6:H00000 mean+1t:H10020a mean+1t:H00120a mean+1t:H20112 mean+0.9t:H10120 mean+0.75t:F
-    mean+1t:H22110a mean+0t:F0 mean+1t:H00000a mean+0.9t:H22122 mean+1t:H02100a
-    mean+0.9t:H12102
+    mean+1t:H22122a mean+1t:F0 mean+1t:H00120a mean+1t:H12012a mean+1t:F mean+1%:H12122
+    mean+20%:H02020 mean+1t:H20102 mean+1t:H22022a mean+0.9t:H12122 mean+1t:H02112a mean+5%:F
+    mean+1t:H10000 load#8:H22102 mean+1t:H22120 mean+1%:F0 mean+1t:H10122a mean+1t:H00012a
+    mean+0.9t:F0 mean+1t:H12112 mean+1.5t:H02002 mean+0.75t:H12122 mean+0.9t:H00120
+    mean+0.9t:H10022 mean+0.75t:F0 mean+0.9t:H22102 mean+4t:H00112 mean+1t:H12120a
+    mean+1t:H12022a mean+1t:H20122a mean+0.2%:F0 mean+1t:H10110 mean+0.1t:H00002 mean+0.9t:F
+    mean+1t:H20000 mean+1t:H22112 load#6:H12000 mean+2t:H02012 mean+1t:H02122 mean+1t:H22010
+    mean+1t:H10012 mean+0.9t:H20100 mean+0.5t:H12010 mean+1t:H10102a mean+0.9t:H20020
+    mean+0.05%:F mean+1t:H00112a mean+0.75t:H22122 mean+0.9t:H22110 mean+2t:F0 mean+0.5t:H00002
+    mean+1t:H22110a mean+0.9t:H22002 mean+1t:H12002 mean+0.75t:F mean+0.5t:F load#6:H00000
+    mean+1t:H22100 mean+1t:H00002a mean+1t:H20020a mean+5%:H20110 load#12:H00100 mean+0.05%:F0
 """.split()
 
 # A list for ``Even``: every prefix of it is the best of its length over many loads.
