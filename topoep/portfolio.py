@@ -7,6 +7,7 @@ SMs of the GPU are idle anyway, so every candidate is solved and an integer key 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Candidate:
     def __post_init__(self) -> None:
         self.pack()
 
+    @functools.lru_cache(1024)  # noqa: B019 - candidates are few, and equal ones share an entry
     def pack(self) -> int:
         """The candidate as one integer, as the solve op takes it (csrc/core/policy.h)."""
         rule, value = self._parse_cap()
@@ -165,6 +167,7 @@ def _at(text: str, tolerance_ppm: int) -> Candidate:
     return Candidate(cap, policy)
 
 
+@functools.lru_cache
 def default_candidates(objective: Objective) -> tuple[Candidate, ...]:
     """The candidates that ``solve`` tries when none are given: the empty plan first."""
     if isinstance(objective, Balance):
