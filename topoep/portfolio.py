@@ -134,7 +134,7 @@ GENERAL = tuple(
     mean+0.01%:H10022 mean+5%:H20122 mean+5%:F mean+0.5%:H12120 mean+0.01%:F mean+0.2%:H22112
     mean+0.06%:H12012 mean+0.5%:H20122 mean+0.04%:F0 mean+1.6%:H20122 mean+5%:H20020
     mean+0.4%:H02122 mean+2%:H10022 mean+0.2%:H10122 mean+10%:F mean+2%:F mean+1%:H12012
-    mean+0.2%:H12012 mean+0.3%:H10122
+    mean+0.2%:H12012
     """.split()
 )
 
