@@ -97,11 +97,6 @@ TRANSPORT_PLAN = Candidate("mean+0%", "T")
 
 SOLVERS = ("portfolio", "taot")
 
-# Ten policies, in the order in which a greedy choice over many loads takes them.
-POLICIES = (
-    "H22112", "F", "H10122", "F0", "H02122", "H12012", "H12120", "H20020", "H20122", "H10022",
-)  # fmt: skip
-
 # A list for ``Balance(t)``, chosen by benchmarks/choose_portfolio.py: every prefix is what a greedy
 # choice takes first. "0.5t" is half of the tolerance. Tighter caps than t sometimes need fewer
 # copies by luck, looser ones serve where t cannot be met.
