@@ -9,8 +9,14 @@ keeps what was solved, a file per seed.
 ``Balance(tolerance)``: caps are relative to the tolerance t ("0.5t" is half of it above the mean),
 so that one list serves every tolerance, or absolute. Per load, slots and tolerance the excess of a
 list is log(w / least w of the pool); where the list misses the tolerance and the pool does not, a
-penalty; where all miss it, the excess in max load. The default list is BALANCE of
-topoep/portfolio.py.
+penalty; where all miss it, the excess in max load. The default list BALANCE of topoep/portfolio.py
+was chosen on seeds 0, 1 and 1001. Its prefixes lose on seed 1000 (over 2317 loads, slots and
+tolerances; a tolerance missed counts as 172 %):
+
+    candidates       4      8     16     24     32     48     63
+    mean loss %   4.47   2.18   1.19   0.83   0.65   0.50   0.27
+
+All 74 policies at exactly the tolerance need 0.2 % more than this list does.
 
 ``Time(cost_model)`` (time_problems.py): the excess is log(predicted time / least of the pool). The
 default list TIME was chosen on seeds 0 to 5. Chosen on 0 to 3 only, its prefixes lose on seeds 4
@@ -297,8 +303,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--objective", choices=("balance", "time"), default="balance")
     parser.add_argument("--max-ranks", type=int, default=64, help="of the loads, for balance")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="to choose on")
-    parser.add_argument("--judge", type=int, nargs="+", default=[1000, 1001], help="to judge on")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 1001], help="to choose on")
+    parser.add_argument("--judge", type=int, nargs="+", default=[1000], help="to judge on")
     parser.add_argument("--tables", type=Path, help="folder to keep and find what was solved")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -23,7 +23,8 @@ BENCHMARKS = Path(bench_quality.__file__).parent
 #: (load, S, planner) that lose, with the reason. All have S >= 2; fixing one needs no change here.
 KNOWN_LOSSES = {
     # 4 of 16 ranks have 16 equal experts each, and all spare slots of the others just suffice: the
-    # node step splits what it exports into more pieces than there are slots.
+    # node step splits what it exports into more pieces than there are slots. In W5 half of the
+    # ranks have no tokens; of our policies only matching by transport ("T") finds as few copies.
     ("W1", 4, "UltraEP one domain"),
     ("W1", "own", "MoonEP"),
     ("W5", "own", "MoonEP"),
@@ -101,8 +102,9 @@ def test_numbers_make_sense(quick):
         assert columns[0] > columns[-1] > 0
 
 
-def test_pictures_are_written(quick):
+def test_results_are_small_and_pictures_are_written(quick):
     _, _, folder = quick
+    assert (folder / "out.json").stat().st_size < 60_000
     for name in ("out.png", "out_sequence.png"):
         assert (folder / name).stat().st_size > 10_000
 
