@@ -34,7 +34,7 @@ $(VENV)/nvcc.stamp: $(VENV)/tools.stamp
 	touch $@
 
 $(VENV)/build.stamp: $(VENV)/tools.stamp $(SOURCES)
-	$(PIP) --no-build-isolation --no-deps -e .
+	TOPOEP_WERROR=1 $(PIP) --no-build-isolation --no-deps -e .
 	touch $@
 
 demo: $(VENV)/build.stamp
@@ -43,7 +43,7 @@ demo: $(VENV)/build.stamp
 test: $(VENV)/build.stamp $(VENV)/nvcc.stamp
 	$(VENV)/bin/cmake -S . -B build/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \
 	    -DTOPOEP_SANITIZE=address,undefined >/dev/null
-	$(VENV)/bin/cmake --build build/cmake >/dev/null
+	$(VENV)/bin/cmake --build build/cmake >build/cmake.log || { cat build/cmake.log; exit 1; }
 	$(VENV)/bin/ctest --test-dir build/cmake --output-on-failure
 	$(RUN) -m pytest --durations=15 -m "not slow and not gpu and not nccl"
 

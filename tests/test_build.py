@@ -18,7 +18,15 @@ from toolchain import find_cuda_home, find_nccl  # noqa: E402
 
 def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs build_ext with only these of the build's own variables."""
-    ours = ("TOPOEP_CUDA", "TOPOEP_NCCL", "TOPOEP_CUDA_ARCH", "CUDA_HOME", "CUDA_PATH", "MAX_JOBS")
+    ours = (
+        "TOPOEP_CUDA",
+        "TOPOEP_NCCL",
+        "TOPOEP_CUDA_ARCH",
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "MAX_JOBS",
+        "TOPOEP_WERROR",
+    )
     inherited = {name: value for name, value in os.environ.items() if name not in ours}
     command = [sys.executable, "setup.py", "-q", "build_ext"]
     command += ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp")]
@@ -31,6 +39,8 @@ def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     ("environment", "reason"),
     [
         ({"TOPOEP_CUDA": "yes"}, "TOPOEP_CUDA='yes': expected auto, 0 or 1"),
+        ({"TOPOEP_CUDA": "0", "MAX_JOBS": "0"}, "MAX_JOBS='0': expected a positive number"),
+        ({"TOPOEP_CUDA": "0", "TOPOEP_WERROR": "on"}, "TOPOEP_WERROR='on': expected auto, 0 or 1"),
         ({"TOPOEP_CUDA": "1", "CUDA_HOME": "/nowhere"}, "TOPOEP_CUDA=1, but the kernels cannot be"
          " built: no bin/nvcc with include/cuda_runtime.h found (CUDA_HOME=/nowhere)"),
         ({"TOPOEP_CUDA": "0", "TOPOEP_NCCL": "1"}, "TOPOEP_NCCL=1, but NCCL support cannot be"

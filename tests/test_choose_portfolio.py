@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import topoep
-from topoep import Balance, CostModel, Even, Time
+from topoep import Balance, CostModel, Even, Time, portfolio
 from topoep.portfolio import EMPTY_PLAN, default_candidates
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -45,7 +45,8 @@ def test_every_default_candidate_is_in_the_pool_it_was_chosen_from() -> None:
     pool = choose_portfolio.balance_pool()
     columns = choose_portfolio.default_columns(pool)
     assert len(columns) == len(set(columns)) == len(default_candidates(Balance())) - 1
-    assert set(default_candidates(TIME)[1:]) <= set(time_problems.pool())
+    assert set(portfolio.TIME) <= set(time_problems.pool())
+    assert set(portfolio.TIME) < set(default_candidates(TIME))
 
 
 def test_the_greedy_choice_by_hand() -> None:

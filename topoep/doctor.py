@@ -65,7 +65,7 @@ def _find_nccl() -> Finding:
             f"support not built: {BUILD_INFO['nccl_reason']}",
             "c10d over NCCL works without; this is for device-initiated transfers only",
         )
-    compiled, loaded, problem = torch.ops.topoep.nccl_status()
+    compiled, loaded, problem = torch.ops.topoep.nccl_status(True)
     state = f"compiled with {_nccl_version(compiled)}"
     state += f", loaded {_nccl_version(loaded)}" if loaded else ", none loaded"
     return Finding("NCCL", state, problem)

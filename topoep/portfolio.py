@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from topoep.checks import check_type
 from topoep.objective import PARTS_PER_MILLION, Balance, Objective, Time
 from topoep.topology import MAX_RANKS
 
@@ -45,6 +46,8 @@ class Candidate:
     policy: str = "F"
 
     def __post_init__(self) -> None:
+        check_type(self.cap, str, "cap")
+        check_type(self.policy, str, "policy")
         self.pack()
 
     @functools.lru_cache(1024)  # noqa: B019 - candidates are few, and equal ones share an entry
@@ -71,7 +74,7 @@ class Candidate:
         if self.policy in ("F", "F0"):
             return (self.policy == "F") << 1
         if self.policy == "T":
-            return 1 << 12
+            return 1 << 12 | 1 << 1
         match = re.fullmatch(r"H([012])([02])([01])([012])([02])([aA]?)(l?)", self.policy)
         if not match:
             raise ValueError(f"policy {self.policy!r}: expected 'F', 'F0' or like 'H22112'")
@@ -92,8 +95,6 @@ class Candidate:
 
 EMPTY_PLAN = Candidate("none")
 
-# What "taot" tries besides the empty plan: surplus and room matched by optimal transport.
-TRANSPORT_PLAN = Candidate("mean+0%", "T")
 
 SOLVERS = ("portfolio", "taot")
 
@@ -146,11 +147,34 @@ TIME = tuple(
     node+0%:F0 load#12:H20020l mean+1%:H10122 mean+0%:H12012l mean+10%:H02122l load#2:H22112
     mean+20%:H02122l node+5%:H10122l mean+1%:H20020a mean+5%:H02122l mean+30%:H10122
     mean+2%:H12012l load#12:F0 load#20:F mean+2%:H10122 load#8:F0 mean+50%:H02122
-    load#20:H10122l mean+5%:H10022a mean+1%:H02122 load#12:H02122l mean+2%:H02122a
-    mean+2%:H20020a mean+1%:H20122a mean+5%:H20122l node+2%:F0 mean+10%:H22112l mean+5%:F0
-    mean+5%:H20020a mean+1%:H02122a mean+1%:H12012l node+2%:H10122l load#3:F0
+    load#20:H10122l mean+5%:H10022a mean+1%:H02122 load#12:H02122l
     """.split()
 )
+
+# Copies for locality, for the objective Time: greedily chosen like GENERAL, by predicted time over
+# loads whose experts have tokens from few nodes, collapsed ones, skewed ones and even ones.
+LOCAL = tuple(
+    Candidate(*text.split(":"))
+    for text in """
+    mean+1%:H20020Al mean+5%:H10122l node+1%:H12120l mean+0%:H22112l mean+0%:H02122al
+    mean+1%:H02122al mean+5%:H22112l mean+20%:H22112l mean+1%:H22112l mean+0%:H10122l
+    node+1%:H22112l mean+0%:H12120l
+    """.split()
+)
+
+# Caps of "taot", in percent above the mean, and in parts of a tolerance. The paper's cap is the
+# mean; the looser it is, the fewer copies.
+_TRANSPORT_CAPS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
+_TRANSPORT_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+def transport_candidates(objective: Objective) -> tuple[Candidate, ...]:
+    """What ``solver="taot"`` tries: excess and room matched by optimal transport, at some caps."""
+    percent = list(_TRANSPORT_CAPS)
+    if isinstance(objective, Balance):
+        percent += [share * objective.tolerance * 100 for share in _TRANSPORT_SHARES]
+    caps = dict.fromkeys(f"mean+{x:.4f}%" for x in percent)  # a tolerance of 0 gives one cap only
+    return (EMPTY_PLAN, *(Candidate(cap, "T") for cap in caps))
 
 
 def _at(text: str, tolerance_ppm: int) -> Candidate:
@@ -165,9 +189,11 @@ def _at(text: str, tolerance_ppm: int) -> Candidate:
 @functools.lru_cache
 def default_candidates(objective: Objective) -> tuple[Candidate, ...]:
     """The candidates that ``solve`` tries when none are given: the empty plan first."""
+    if isinstance(objective, Time):
+        return (EMPTY_PLAN, *TIME, *LOCAL)
     if isinstance(objective, Balance):
         return (EMPTY_PLAN, *(_at(text, objective.tolerance_ppm) for text in BALANCE))
-    return (EMPTY_PLAN, *(TIME if isinstance(objective, Time) else GENERAL))
+    return (EMPTY_PLAN, *GENERAL)
 
 
 def choose_candidates(
@@ -183,12 +209,15 @@ def choose_candidates(
     if solver not in SOLVERS:
         raise ValueError(f"solver={solver!r}; expected one of {', '.join(SOLVERS)}")
     if candidates is None:
-        taot = solver == "taot"
-        return (EMPTY_PLAN, TRANSPORT_PLAN) if taot else default_candidates(objective)
+        return (transport_candidates if solver == "taot" else default_candidates)(objective)
     if solver != "portfolio":
         raise ValueError(
             f"solver={solver!r} brings its own candidates; leave candidates=None, or use "
             "solver='portfolio'"
+        )
+    if not isinstance(candidates, Sequence):
+        raise TypeError(
+            f"candidates is a {type(candidates).__name__}; expected a list of topoep.Candidate"
         )
     for candidate in candidates:
         if not isinstance(candidate, Candidate):
