@@ -18,10 +18,10 @@ tolerances; a tolerance missed counts as 172 %):
 
 All 74 policies at exactly the tolerance need 0.2 % more than this list does.
 
-``Time(cost_model)`` (time_problems.py): the excess is log(predicted time / least of the pool). TIME,
-the first 51 of a list chosen on seeds 0 to 5, is most of the default list; the others copy for
-locality and were chosen on loads whose experts have tokens from few nodes. Chosen on 0 to 3 only, its prefixes lose on seeds 4
-and 5 (without copies: 77 %):
+``Time(cost_model)`` (time_problems.py): the excess is log(predicted time / least of the pool).
+TIME, the first 51 of a list chosen on seeds 0 to 5, is most of the default list; the others copy
+for locality and were chosen on loads whose experts have tokens from few nodes. Chosen on seeds 0 to
+3 only, the prefixes of the list lose on seeds 4 and 5 (without copies: 77 %):
 
     candidates       4      8     16     24     32     48     63
     mean loss %   1.11   0.60   0.31   0.17   0.10   0.07   0.04
