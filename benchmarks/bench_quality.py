@@ -370,15 +370,21 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
-COMPACT = ("planners per R", "planners per group", "cells")  # tables with many rows
+COMPACT = (  # tables with many rows
+    "planners per R",
+    "planners per group",
+    "severe",
+    "losses",
+    "losses to moved homes",
+    "cells",
+)
 
 
 def compact(cells: Sequence[Row]) -> list[Row]:
-    """The cells, those of a group, shape and S as one."""
-    columns = ("group", "R", "E", "S", "planner", "imbalance", "worst", "copies", "topoep")
-    columns += ("cells", "won", "lost", "instances", "instances lost", "#wrong")
-    rows = summary(cells, columns[:5])
-    return [{column: row[column] for column in columns} for row in rows]
+    """The cells, those of a group, R and S as one."""
+    keys = ("group", "R", "S", "planner")
+    columns = (*keys, "imbalance", "copies", "topoep", "cells", "won", "lost", "instances lost")
+    return [{column: row[column] for column in columns} for row in summary(cells, keys)]
 
 
 def write(result: dict[str, Any], target: Path) -> None:
@@ -386,16 +392,18 @@ def write(result: dict[str, Any], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
 
     def rounded(value: object) -> object:
-        return round(value, 4) if isinstance(value, float) else value
+        return round(value, 4 if abs(value) < 10 else 1) if isinstance(value, float) else value
 
     parts = []
     for name, value in {**result, "cells": compact(result["cells"])}.items():
         text = json.dumps(value)
         if isinstance(value, list):
             rows: list[Any] = [{key: rounded(v) for key, v in row.items()} for row in value]
-            if name in COMPACT:
+            if name in COMPACT and rows:
                 rows = [list(value[0]), *(list(row.values()) for row in rows)]
-            text = "[" + ",".join(f"\n  {json.dumps(row)}" for row in rows) + "]"
+            text = (
+                "[" + ",".join(f"\n{json.dumps(row, separators=(',', ':'))}" for row in rows) + "]"
+            )
         parts.append(f" {json.dumps(name)}: {text}")
     target.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 

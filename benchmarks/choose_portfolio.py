@@ -99,6 +99,7 @@ def balance_pool() -> list[Template]:
     return [
         *(Template("mean", f, p) for f, p in itertools.product(FACTORS, ALL_POLICIES)),
         *(Template("mean", 1.0, p + "a") for p in ALL_POLICIES if p.startswith("H")),
+        Template("mean", 1.0, "H10120A"),
         *(Template("node", f, p) for f, p in itertools.product(NODE_FACTORS, ALL_POLICIES)),
         *(Template("fixed", x, p) for x, p in itertools.product(ABSOLUTE, ALL_POLICIES)),
         *(Template("load", k, p) for k, p in itertools.product(LOAD_RANKS, ALL_POLICIES)),
@@ -180,7 +181,7 @@ def default_columns(templates: Sequence[Template]) -> list[int]:
 def report_gap(tables: Tables, templates: Sequence[Template]) -> None:
     """The default list against all policies at exactly the tolerance, cell by cell."""
     exact = [i for i, t in enumerate(templates) if (t.rule, t.value) == ("mean", 1.0)]
-    exact = [i for i in exact if not templates[i].policy.endswith("a")]
+    exact = [i for i in exact if templates[i].policy[-1] not in "aA"]
     default = default_columns(templates)
     meets = tables["load"] <= tables["cap"][:, None]
     weighted = np.where(meets, tables["weighted"], np.inf)

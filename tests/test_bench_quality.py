@@ -48,8 +48,9 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads((folder / "out.json").read_text())
-    columns, *rows = result["cells"]
-    result["cells"] = [dict(zip(columns, row, strict=True)) for row in rows]
+    for name in bench_quality.COMPACT:
+        columns, *rows = result[name] or [[]]
+        result[name] = [dict(zip(columns, row, strict=True)) for row in rows]
     return result, done.stdout, folder
 
 
@@ -83,7 +84,7 @@ def test_every_planner_and_group_is_there(quick):
 
 def test_numbers_make_sense(quick):
     result, _, _ = quick
-    for row in result["cells"]:
+    for row in result["planners per group"]:
         assert 1 <= row["imbalance"] <= row["worst"]
         assert row["copies"] <= row["published"]
         assert row["topoep"] <= row["topoep published"]
@@ -93,7 +94,6 @@ def test_numbers_make_sense(quick):
             assert row["copies"] == row["topoep"] == 0
             assert row["imbalance"] == row["before"]
         if row["planner"] == "UltraEP per node":
-            assert row["cross %"] <= row["cross % before"] + 1e-6
             assert row["copies"] == row["published"]
     for row in result["severe"]:
         assert 1 <= row["bound"] <= row["topoep"] + 1e-6 <= row["worst"] + 2e-6

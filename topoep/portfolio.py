@@ -100,7 +100,7 @@ SOLVERS = ("portfolio", "taot")
 
 # A list for ``Balance(t)``, chosen by benchmarks/choose_portfolio.py: every prefix is what a greedy
 # choice takes first. "0.5t" is half of the tolerance. Tighter caps than t sometimes need fewer
-# copies by luck, looser ones serve where t cannot be met.
+# copies by luck, looser ones serve where t cannot be met. The last was added by hand, for t near 0.
 BALANCE = """
     mean+1t:H22122a mean+1t:F0 mean+1t:H00120a mean+1t:H12012a mean+1t:F mean+1%:H12122
     mean+20%:H02020 mean+1t:H20102 mean+1t:H22022a mean+0.9t:H12122 mean+1t:H02112a mean+5%:F
@@ -112,7 +112,7 @@ BALANCE = """
     mean+1t:H10012 mean+0.9t:H20100 mean+0.5t:H12010 mean+1t:H10102a mean+0.9t:H20020
     mean+0.05%:F mean+1t:H00112a mean+0.75t:H22122 mean+0.9t:H22110 mean+2t:F0 mean+0.5t:H00002
     mean+1t:H22110a mean+0.9t:H22002 mean+1t:H12002 mean+0.75t:F mean+0.5t:F load#6:H00000
-    mean+1t:H22100 mean+1t:H00002a mean+1t:H20020a mean+5%:H20110 load#12:H00100 mean+0.05%:F0
+    mean+1t:H22100 mean+1t:H00002a mean+1t:H20020a mean+5%:H20110 load#12:H00100 mean+1t:H10120A
 """.split()
 
 # A list for ``Even``: every prefix of it is the best of its length over many loads.
