@@ -39,6 +39,7 @@ struct Memory {
     unsigned char* states;             // [R, state bytes]
     ErrorRecord* errors;               // [R]
     Word* sent_bytes;                  // [R]
+    Word* sent_signals;                // [1]
     unsigned char* const* home;        // [T] -> [R, H, row bytes]
     unsigned char* const* spare;       // [T] -> [R, S, row bytes]
     unsigned char* const* slot_grads;  // [T] -> [R, S, elements]
@@ -159,7 +160,6 @@ void run_network(const World& world) {
     const unsigned num_ranks = static_cast<unsigned>(settings.num_nodes * settings.ranks_per_node);
     unsigned taken = 0;
     unsigned under_way = 0;
-    Int signals = 0;
     for (uint32_t now = 0;; ++now) {
         while (load_relaxed(&wire.posted) > taken &&
                load_relaxed(wire.operations[taken] + kPosted) != 0) {
@@ -202,7 +202,8 @@ void run_network(const World& world) {
             }
         } else {
             __threadfence();
-            const Int number = flight.doubled ? -1 : signals++;
+            const Int number =
+                flight.doubled ? -1 : static_cast<Int>((*world.memory.sent_signals)++);
             if (flight.doubled || number != settings.dropped_signal) {
                 atomicAdd(reinterpret_cast<Word*>(flight.fields[kSignal]), flight.fields[kAdd]);
             }
@@ -247,7 +248,17 @@ void for_elements(Int count, int block, int num_blocks, F&& f) {
 
 void copy_all(unsigned char* target, const unsigned char* source, Int bytes, int block,
               int num_blocks) {
-    for_elements(bytes, block, num_blocks, [&](Int i) { target[i] = source[i]; });
+    const bool whole_words = (reinterpret_cast<Word>(target) | reinterpret_cast<Word>(source) |
+                              static_cast<Word>(bytes)) %
+                                 sizeof(uint32_t) ==
+                             0;
+    if (whole_words) {
+        for_elements(bytes / 4, block, num_blocks, [&](Int i) {
+            reinterpret_cast<uint32_t*>(target)[i] = reinterpret_cast<const uint32_t*>(source)[i];
+        });
+    } else {
+        for_elements(bytes, block, num_blocks, [&](Int i) { target[i] = source[i]; });
+    }
 }
 
 template <class Bits>
