@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.emulation.harness import Emulator, Report, aligned_array
+from tests.emulation.harness import Emulator, LaunchError, Report, aligned_array
 from tests.kernels.plans import PlanTables
 from topoep import Topology
 
@@ -225,7 +225,10 @@ def run(
     registered |= {f"window of rank {r}": flat["windows"][r] for r in range(ranks)}
     registered |= {f"pointers to {name}": a for name, a in pointers.items()}
     with unit.memory(**registered):
-        unit.call("run_cluster", packed_settings, addresses)
+        try:
+            unit.call("run_cluster", packed_settings, addresses)
+        except LaunchError as error:
+            raise LaunchError("\n".join(map(str, [error, *unit.take_reports()]))) from error
     outcome = Outcome(
         unit.take_reports(),
         _failures(flat["errors"]),

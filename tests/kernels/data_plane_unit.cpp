@@ -104,6 +104,13 @@ struct DelayedNetwork {
     }
 };
 
+// With TOPOEP_TEST_PEER_MEMORY the ranks write into each other's memory instead.
+#if defined(TOPOEP_TEST_PEER_MEMORY)
+using TestNetwork = PeerMemory;
+#else
+using TestNetwork = DelayedNetwork;
+#endif
+
 struct Random {
     uint64_t state;
 
@@ -133,7 +140,7 @@ struct World {
     ExchangeArguments* exchange;
     ReplicateArguments* replicate;
     ReduceArguments* reduce;
-    DelayedNetwork* networks;
+    TestNetwork* networks;
     BlockRoles roles;
 };
 
@@ -444,7 +451,9 @@ const char* run_cluster(const Settings* settings, const Memory* memory) {
     Registered<ExchangeArguments> exchange(num_ranks, "exchange arguments");
     Registered<ReplicateArguments> replicate(num_ranks, "replicate arguments");
     Registered<ReduceArguments> reduce(num_ranks, "reduce arguments");
-    Registered<DelayedNetwork> networks(num_ranks, "networks");
+    Registered<TestNetwork> networks(num_ranks, "networks");
+    Registered<unsigned char*> rank_windows(num_ranks, "window pointers by rank");
+    Registered<Word*> rank_signals(num_ranks, "signal pointers by rank");
     Registered<unsigned char*> windows(num_ranks, "window pointers");                 // [N, G]
     Registered<const unsigned char*> home(num_ranks * num_tensors, "home pointers");  // [N, T, G]
     Registered<void*> slot_grads(num_ranks * num_tensors, "slot gradient pointers");
@@ -461,6 +470,8 @@ const char* run_cluster(const Settings* settings, const Memory* memory) {
         const size_t local = static_cast<size_t>(place.local);
         windows[node * local_ranks + local] =
             memory->windows + static_cast<Int>(rank) * window.bytes;
+        rank_windows[rank] = windows[node * local_ranks + local];
+        rank_signals[rank] = memory->signals + static_cast<Int>(rank) * window.num_signals;
         for (size_t t = 0; t < num_tensors; ++t) {
             const size_t at = (node * num_tensors + t) * local_ranks + local;
             home[at] = memory->home[t] +
@@ -501,8 +512,12 @@ const char* run_cluster(const Settings* settings, const Memory* memory) {
             reduce[r].home_grads[t] = memory->home_grads[t] + rank * settings->experts_per_rank *
                                                                   memory->elements[t] * home_size;
         }
+#if defined(TOPOEP_TEST_PEER_MEMORY)
+        networks[r] = {rank_windows.data(), rank_signals.data(), static_cast<int>(rank)};
+#else
         networks[r] = {wire.data(),     memory->windows,    window.bytes,
                        memory->signals, window.num_signals, static_cast<int>(rank)};
+#endif
     }
     const BlockRoles roles{static_cast<int>(settings->senders), static_cast<int>(settings->pullers),
                            static_cast<int>(settings->threads)};

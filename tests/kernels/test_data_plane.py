@@ -13,6 +13,7 @@ import random
 import numpy as np
 import pytest
 
+from tests.emulation.harness import Emulator
 from tests.kernels import cluster as simulated
 from tests.kernels.cluster import SHORT, Cluster, expected_sent_bytes, run
 from tests.kernels.plans import KINDS, TOPOLOGIES, plan_tables, random_plan
@@ -85,6 +86,21 @@ def test_random_schedules(part):
     for seed in range(part, 120, 8):
         cluster, plans, schedule = random_case(seed, SMALL)
         check(cluster, plans, seed, **schedule)
+
+
+def test_one_node_needs_no_senders():
+    cluster = Cluster(TOPOLOGIES["1x8"], senders=0, pullers=3)
+    rng = np.random.default_rng(1)
+    check(cluster, [random_plan(rng, cluster.topology, 2, 2, "full")] * 2, seed=1)
+
+
+def test_over_peer_memory():
+    """The network of simulated ranks in one GPU: puts are plain stores."""
+    unit = Emulator([simulated.UNIT], flags=["-DTOPOEP_TEST_PEER_MEMORY"])
+    for seed in range(10):
+        cluster, plans, schedule = random_case(seed, SMALL)
+        outcome = run(cluster, plans, seed, unit=unit, **schedule)
+        assert (outcome.reports, outcome.failures, outcome.wrong) == ([], [], [])
 
 
 @pytest.mark.slow
