@@ -90,8 +90,8 @@ void fill_plane(Plane& plane, const DataPlaneConfig& config, const PlaneMemory& 
                  config.staging_slots, " staging slots");
     plane.shared.config = config;
     plane.shared.window = make_window_layout(config);
-    plane.shared.topology = view_topology_table(data<const int32_t>(memory.topology),
-                                                config.num_ranks);
+    plane.shared.topology =
+        view_topology_table(data<const int32_t>(memory.topology), config.num_ranks);
     plane.shared.windows = data<unsigned char* const>(memory.windows);
     plane.shared.state = memory.state.data_ptr();
     plane.shared.error = data<ErrorRecord>(memory.error);
