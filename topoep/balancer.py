@@ -151,9 +151,13 @@ class Balancer:
         gathered = self.transport.gather_config(
             torch.tensor([fields[f] for f in _FIELDS], device="cpu")
         )
-        if problem is not None:
-            raise problem
-        _check_agreement(gathered)
+        try:
+            if problem is not None:
+                raise problem
+            _check_agreement(gathered)
+        except (TypeError, ValueError):  # on every rank
+            self.transport.close()
+            raise
         self.transport.configure(self.config)
         self.replica_policy = replica_policy
         self.slot_buffers = slot_buffers
@@ -235,7 +239,9 @@ class Balancer:
         self._debug_check("plan")
         counted = [ops.histogram(tensor, self.num_experts) for tensor in ids]
         counts = self.transport.exchange([counts for counts, _ in counted])
-        invalid = torch.stack([invalid for _, invalid in counted]).sum(dtype=torch.int32)
+        invalid = counted[0][1]
+        if len(counted) > 1:
+            invalid = torch.stack([invalid for _, invalid in counted]).sum(dtype=torch.int32)
         plan = self._make_plan(counts, invalid, ids)
         history.add(plan)
         self._replay.record(plan)

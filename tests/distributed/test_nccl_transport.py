@@ -358,6 +358,28 @@ def test_one_rank_that_cannot_is_reason_enough_and_is_named_in_one_line(when):
         assert error == "RuntimeError: transport='nccl' cannot be used: rank 2: no NIC"
 
 
+def balancers_that_cannot_be_made(rank: int) -> list[str]:
+    connector = use(FakeConnector())
+    with pytest.raises(ValueError, match="disagree on num_experts"):
+        topoep.Balancer(
+            topoep.Topology(node_of_rank=NODES), 8 if rank else 12, group=dist.group.WORLD
+        )
+    return connector.planes[0].calls
+
+
+def test_a_balancer_that_cannot_be_made_leaves_no_communicator_behind():
+    assert run_ranks(4, balancers_that_cannot_be_made) == [["close False"]] * 4
+
+
+def test_which_communicator(monkeypatch):
+    assert not nccl._use_comm_of_group()
+    monkeypatch.setenv("TOPOEP_NCCL_COMM", "group")
+    assert nccl._use_comm_of_group()
+    monkeypatch.setenv("TOPOEP_NCCL_COMM", "theirs")
+    with pytest.raises(RuntimeError, match="'theirs'; expected own or group"):
+        nccl._use_comm_of_group()
+
+
 def ask_for_different(rank: int) -> str:
     return choose(rank, ["auto", "auto", "c10d", "auto"][rank], "", "", 0)[2]
 

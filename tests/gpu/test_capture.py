@@ -160,6 +160,23 @@ def test_training_with_autograd_does_not_synchronise(balancer):
     assert bool((weights[0].grad == 2).all())
 
 
+def test_counts_and_plan_take_three_kernels(balancer):
+    """Histogram, exchange, solve; the transfer lists are a fourth, beside the rerouting."""
+    ids = ids_of(0, 1)[0]
+    balancer.plan(ids)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        balancer.plan(ids)
+        torch.cuda.synchronize()
+    on_device = [
+        event.name
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    stages = ("histogram", "exchange_counts", "solve", "stream_lists")
+    assert sorted(next((s for s in stages if s in n), n) for n in on_device) == sorted(stages)
+
+
 def test_new_tensors_while_capturing_are_refused(balancer):
     weights = (torch.randn(EXPERTS, 3, device="cuda"),)
     plan = balancer.plan(ids_of(0, 1)[0])
