@@ -15,7 +15,6 @@ copies are gone by the time its backward runs, and are fetched again. Four parts
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,10 +73,6 @@ class BufferPool:
             RuntimeError: other plans need all of them.
         """
         chosen = self._find(plan)
-        if chosen is None:
-            # A step that an exception ended leaves its lease in a reference cycle.
-            gc.collect()
-            chosen = self._find(plan)
         if chosen is None:
             raise RuntimeError(
                 "the spare slots still hold the copies of another plan whose backward needs them. "
