@@ -151,6 +151,7 @@ class Plan:
             "-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off",
             *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs),
             f"-gencode=arch=compute_{newest},code=compute_{newest}", f"-I{CSRC}",
+            *([f"-isystem {self.nccl_include}"] if self.nccl_include else []),
         ]  # fmt: skip
 
     def link_flags(self):

@@ -374,7 +374,8 @@ def test_other_tolerances_are_refused(tolerance: float) -> None:
     [
         ([0, 10_000], "objective"),
         ([0, 10_000, 3, 4], "objective"),
-        ([2, 0, 3], "objective kind"),
+        ([3, 0, 3], "objective kind"),
+        ([2, 0, 3], "objective"),
         ([-1, 0, 3], "objective kind"),
         ([0, -1, 3], "tolerance_ppm"),
         ([0, 10**9 + 1, 3], "tolerance_ppm"),

@@ -78,5 +78,7 @@ def test_doctor_says_what_was_built_and_what_to_do():
     )
     for part in ("topoep", "torch", "CUDA kernels", "NCCL", "GPU", "transport local", "c10d"):
         assert part in result.stdout
+    for part in ("transport nccl", "transport auto"):
+        assert part in result.stdout
     missing = re.findall(r"not built|none", result.stdout)
     assert bool(missing) == ("->" in result.stdout), "what is missing comes with a remedy"

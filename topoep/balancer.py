@@ -156,9 +156,13 @@ class Balancer:
         gathered = self.transport.gather_config(
             torch.tensor([fields[f] for f in _FIELDS], device="cpu")
         )
-        if problem is not None:
-            raise problem
-        _check_agreement(gathered)
+        try:
+            if problem is not None:
+                raise problem
+            _check_agreement(gathered)
+        except (TypeError, ValueError):  # on every rank
+            self.transport.close()
+            raise
         self.transport.configure(self.config)
         self.replica_policy = replica_policy
         self.slot_buffers = slot_buffers
@@ -169,6 +173,8 @@ class Balancer:
         self._replay = Replay()
         self._num_plans = 0
         self._observers: OrderedDict[int, PlanObserver] = OrderedDict()
+        # What replicate handed out, by plan and whether in a recomputation, until its release.
+        self._unreleased: dict[tuple[int, bool], list[Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Balancer:
         """Copies of a model share its balancer, as they share its process group."""
@@ -241,7 +247,9 @@ class Balancer:
         self._debug_check("plan")
         counted = [ops.histogram(tensor, self.num_experts) for tensor in ids]
         counts = self.transport.exchange([counts for counts, _ in counted])
-        invalid = torch.stack([invalid for _, invalid in counted]).sum(dtype=torch.int32)
+        invalid = counted[0][1]
+        if len(counted) > 1:
+            invalid = torch.stack([invalid for _, invalid in counted]).sum(dtype=torch.int32)
         plan = self._make_plan(counts, invalid, ids)
         history.add(plan)
         self._replay.record(plan)
@@ -404,13 +412,13 @@ class Balancer:
         if self.spare_slots == 0:
             guests = tuple(t.new_empty((0, *t.shape[1:])) for t in flat)
         else:
+            self._forget_unreleased(plan)
             lease = Lease(
                 self.transport, self._pool(per_rank), plan, per_rank, _twin(plan, per_rank)
             )
-            replication = plan.usage.current(in_backward())
-            replication.leases.append(weakref.ref(lease))
             guests = replicate(lease, flat)
-            replication.guests += guests
+            plan.usage.current(in_backward()).leases.append(weakref.ref(lease))
+            self._unreleased.setdefault((plan.token, in_backward()), []).extend(guests)
         size = len(per_rank[0])
         grouped = [guests[i : i + size] for i in range(0, len(guests), size)]
         return PendingReplicas(lease, grouped if isinstance(weights, list) else grouped[0])
@@ -434,12 +442,20 @@ class Balancer:
         for lease in leases:
             lease.end_use()
         if leases:
-            held = tuple(
-                release(leases, usage.guests, held, refetch=self.replica_policy == "refetch")
-            )
-        usage.guests = []
+            guests = self._unreleased.pop((plan.token, in_backward()), [])
+            held = tuple(release(leases, guests, held, refetch=self.replica_policy == "refetch"))
         usage.released = True
         return self._like(outputs, list(held))
+
+    def _forget_unreleased(self, plan: Plan) -> None:
+        """Lets go of the oldest copies that were never released: their step has raised, perhaps.
+
+        As many plans as can be in use at a time, with this one, are remembered.
+        """
+        most = self.slot_buffers if self.replica_policy == "refetch" else MAX_SLOT_BUFFERS
+        others = [key for key in self._unreleased if key != (plan.token, in_backward())]
+        for key in others[: max(len(others) + 1 - most, 0)]:
+            del self._unreleased[key]
 
     def prefetch(self, outputs: TensorOrList, plan: Plan) -> TensorOrList:
         """Identity on the output of the layer whose backward starts to fetch the copies again.

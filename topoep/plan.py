@@ -101,8 +101,6 @@ class Replication:
     """The replicate calls of one plan up to their release."""
 
     leases: list[weakref.ref[Lease]] = field(default_factory=list)
-    # What they handed out, until release ties it to the output; it keeps the leases alive.
-    guests: list[Tensor] = field(default_factory=list)
     released: bool = False
 
     def alive(self) -> list[Lease]:

@@ -72,15 +72,7 @@ class BufferPool:
         Raises:
             RuntimeError: other plans need all of them.
         """
-        holders = [buffer.holder() for buffer in self._buffers]
-        free = [b for b, holder in zip(self._buffers, holders, strict=True) if holder is None]
-        own = sum(h is not None and h.plan.token == plan.token for h in holders)
-        chosen = next((b for b in free if not b.in_backward), None)
-        if chosen is None and len(self._buffers) < self._size + own:
-            chosen = self._make()
-            self._buffers.append(chosen)
-        if chosen is None:
-            chosen = next(iter(free), None)
+        chosen = self._find(plan)
         if chosen is None:
             raise RuntimeError(
                 "the spare slots still hold the copies of another plan whose backward needs them. "
@@ -91,6 +83,16 @@ class BufferPool:
         self._buffers.remove(chosen)
         self._buffers.append(chosen)
         return chosen
+
+    def _find(self, plan: Plan) -> SlotBuffer | None:
+        holders = [buffer.holder() for buffer in self._buffers]
+        free = [b for b, holder in zip(self._buffers, holders, strict=True) if holder is None]
+        own = sum(h is not None and h.plan.token == plan.token for h in holders)
+        chosen = next((b for b in free if not b.in_backward), None)
+        if chosen is None and len(self._buffers) < self._size + own:
+            chosen = self._make()
+            self._buffers.append(chosen)
+        return next(iter(free), None) if chosen is None else chosen
 
 
 class Lease:

@@ -66,8 +66,7 @@ class Topology:
                 )
             if num_nodes * ranks_per_node > MAX_RANKS:
                 raise ValueError(
-                    f"num_nodes={num_nodes} x ranks_per_node={ranks_per_node} ranks; expected 1 to "
-                    f"{MAX_RANKS} (kMaxRanks)"
+                    f"{num_nodes * ranks_per_node} ranks; expected 1 to {MAX_RANKS} (kMaxRanks)"
                 )
             node_of_rank = [rank // ranks_per_node for rank in range(num_nodes * ranks_per_node)]
         elif num_nodes is not None or ranks_per_node is not None:

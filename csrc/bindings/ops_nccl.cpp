@@ -45,6 +45,14 @@ Communicator& comm_at(int64_t number) {
     return *found->second;
 }
 
+// The loaded library, if what this library calls of it is there.
+const NcclLibrary& usable_library() {
+    const NcclLibrary& library = nccl_library();
+    const std::string problem = nccl_problem(library, Reach::kNode);
+    TOPOEP_CHECK(problem.empty(), problem);
+    return library;
+}
+
 std::tuple<int64_t, int64_t, std::string> nccl_status(bool across_nodes) {
     const NcclLibrary& library = nccl_library();
     return {library.compiled_version, library.loaded_version,
@@ -56,7 +64,7 @@ void nccl_unique_id_(const Tensor& id) {
     ncclUniqueId unique;
     TOPOEP_CHECK(id.numel() == static_cast<int64_t>(sizeof unique), "an NCCL id has ",
                  sizeof unique, " bytes, not ", id.numel());
-    const NcclLibrary& library = nccl_library();
+    const NcclLibrary& library = usable_library();
     check_nccl(library, library.GetUniqueId(&unique), "ncclGetUniqueId");
     std::memcpy(id.data_ptr(), &unique, sizeof unique);
 }
@@ -66,12 +74,12 @@ int64_t nccl_comm_create(const Tensor& id, int64_t num_ranks, int64_t rank) {
     TOPOEP_CHECK(id.numel() == static_cast<int64_t>(sizeof unique), "an NCCL id has ",
                  sizeof unique, " bytes, not ", id.numel());
     std::memcpy(&unique, id.data_ptr(), sizeof unique);
-    return add(Communicator::create(nccl_library(), unique, static_cast<int>(num_ranks),
+    return add(Communicator::create(usable_library(), unique, static_cast<int>(num_ranks),
                                     static_cast<int>(rank)));
 }
 
 int64_t nccl_comm_adopt(int64_t pointer) {
-    return add(Communicator::adopt(nccl_library(), reinterpret_cast<ncclComm_t>(pointer)));
+    return add(Communicator::adopt(usable_library(), reinterpret_cast<ncclComm_t>(pointer)));
 }
 
 std::string nccl_comm_problem(int64_t comm_number, int64_t num_nodes, int64_t ranks_per_node) {

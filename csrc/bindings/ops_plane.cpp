@@ -5,7 +5,6 @@
 
 #include "bindings/cuda_place.h"
 #include "bindings/planes.h"
-#include "cuda/peer_view.h"
 
 namespace topoep::bindings {
 namespace {
@@ -126,15 +125,15 @@ void reduce_across_(const Tensor& slot_expert, const Tensor& copy_offsets, const
         checked_rows("reduce_across_: home_grads", home_grads, config.experts_per_rank()) == units,
         "reduce_across_: slot_grads and home_grads belong to experts of different shapes");
     check_table("reduce_across_: slot_table", slot_table, slot_grads.size(), config.ranks_per_node);
-    ReduceArguments arguments{plane.shared,
-                              copies_of(config, slot_expert, copy_offsets, copy_slots),
-                              lists_of(config, lists),
-                              make_expert_layout(static_cast<int>(units.size()), units.data(),
-                                                 kElementAlignment),
-                              data<void* const>(slot_table),
-                              {},
-                              grad_type("reduce_across_: slot_grads", slot_grads),
-                              grad_type("reduce_across_: home_grads", home_grads)};
+    ReduceArguments arguments{
+        plane.shared,
+        copies_of(config, slot_expert, copy_offsets, copy_slots),
+        lists_of(config, lists),
+        make_expert_layout(static_cast<int>(units.size()), units.data(), kElementAlignment),
+        data<void* const>(slot_table),
+        {},
+        grad_type("reduce_across_: slot_grads", slot_grads),
+        grad_type("reduce_across_: home_grads", home_grads)};
     for (size_t t = 0; t < home_grads.size(); ++t) {
         arguments.home_grads[t] = home_grads[t].data_ptr();
     }
@@ -159,9 +158,9 @@ int64_t plane_over_memory(const Tensor& topology, const Tensor& windows, const T
     PeerView network{};
     network.rank = config.rank;
     if (config.num_nodes > 1) {  // otherwise nothing crosses a network
-        TOPOEP_CHECK(all_windows.numel() == config.num_ranks &&
-                         all_signals.numel() == config.num_ranks,
-                     "expected the addresses of ", config.num_ranks, " windows and signals");
+        TOPOEP_CHECK(
+            all_windows.numel() == config.num_ranks && all_signals.numel() == config.num_ranks,
+            "expected the addresses of ", config.num_ranks, " windows and signals");
         network.windows = data<unsigned char* const>(all_windows);
         network.signals = data<unsigned long long* const>(all_signals);
     }

@@ -8,6 +8,7 @@ namespace topoep::bindings {
 namespace {
 
 constexpr size_t kConfigNumbers = 13;
+constexpr int kMaxTransferThreads = 512;  // the launch bound of the kernels (cuda/replicate.cuh)
 
 struct Registry {
     std::mutex mutex;
@@ -82,7 +83,7 @@ void fill_plane(Plane& plane, const DataPlaneConfig& config, const PlaneMemory& 
     plane.roles = {static_cast<int>(roles[0]), static_cast<int>(roles[1]),
                    static_cast<int>(roles[2])};
     TOPOEP_CHECK(plane.roles.pullers >= 1 && plane.roles.threads >= 32 &&
-                     plane.roles.threads <= 1024 && plane.roles.threads % 32 == 0 &&
+                     plane.roles.threads <= kMaxTransferThreads && plane.roles.threads % 32 == 0 &&
                      plane.roles.senders >= (config.num_nodes > 1 ? 1 : 0) &&
                      (plane.roles.senders == 0 || config.staging_slots % plane.roles.senders == 0),
                  plane.roles.senders, " senders, ", plane.roles.pullers, " pullers of ",
@@ -90,8 +91,8 @@ void fill_plane(Plane& plane, const DataPlaneConfig& config, const PlaneMemory& 
                  config.staging_slots, " staging slots");
     plane.shared.config = config;
     plane.shared.window = make_window_layout(config);
-    plane.shared.topology = view_topology_table(data<const int32_t>(memory.topology),
-                                                config.num_ranks);
+    plane.shared.topology =
+        view_topology_table(data<const int32_t>(memory.topology), config.num_ranks);
     plane.shared.windows = data<unsigned char* const>(memory.windows);
     plane.shared.state = memory.state.data_ptr();
     plane.shared.error = data<ErrorRecord>(memory.error);

@@ -12,6 +12,7 @@
 #include "bindings/calls.h"
 #include "core/transfer_arguments.h"
 #include "cuda/data_plane_launchers.h"
+#include "cuda/peer_view.h"  // its launchers, before the template that calls them
 
 namespace topoep::bindings {
 

@@ -61,7 +61,8 @@ struct WindowLayout {
     int64_t grads_read;    // uint64 [G]: rank h of this node reads this rank's slots no more
     RingLayout weights;
     RingLayout grads;
-    uint32_t counts_signal;  // + m: the rows of node m on this rank's rail
+    uint32_t counts_signal;  // + parity of the generation * N + m: the row of node m's rank on
+                             // this rank's rail
     uint32_t num_signals;    // ids 0 .. num_signals - 1 are used
     int64_t bytes;           // of the whole window; must be zero before the first kernel
 };
@@ -97,7 +98,7 @@ inline WindowLayout make_window_layout(const DataPlaneConfig& config) {
     window.weights = ring(nodes > 1 ? config.staging_slots : 0);
     window.grads = ring(nodes * slots);
     window.counts_signal = window.num_signals;
-    window.num_signals += static_cast<uint32_t>(nodes > 1 ? nodes : 0);
+    window.num_signals += static_cast<uint32_t>(nodes > 1 ? 2 * nodes : 0);
     return window;
 }
 

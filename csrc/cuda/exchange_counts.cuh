@@ -8,7 +8,9 @@
 //
 // A row crosses to another node once. A rank leaves only when all rows are here, so every rank has
 // started this exchange, and ended the previous one: that makes it a barrier, and two buffers by
-// parity of the generation are enough. No step waits for a later step of another rank.
+// parity of the generation are enough. The signals need the same two sets: a rank may start an
+// exchange while its row of the last one is still on its way. No step waits for a later step of
+// another rank.
 //
 // Launch shape: blocks stride over ranks and nodes; all blocks of all ranks must be resident.
 #pragma once
@@ -47,6 +49,11 @@ __device__ void exchange_counts_block(const ExchangeArguments& arguments, const 
         return window.counts +
                (static_cast<int64_t>(generation % 2) * config.num_ranks + rank) * row_bytes;
     };
+    // Every second generation uses the same signals.
+    const uint64_t uses = (generation + 1) / 2;
+    const uint32_t first_signal =
+        window.counts_signal +
+        static_cast<uint32_t>(generation % 2) * static_cast<uint32_t>(config.num_nodes);
     const auto flag_at = [&](int local, int rank) {
         return reinterpret_cast<uint64_t*>(plane.windows[local] + window.counts_ready) + rank;
     };
@@ -72,8 +79,8 @@ __device__ void exchange_counts_block(const ExchangeArguments& arguments, const 
                 }
                 network.put(rank_of(plane.topology, node, config.local), row_at(config.rank),
                             row_at(config.rank), row_bytes,
-                            window.counts_signal + static_cast<uint32_t>(config.node),
-                            signal_step(generation - 1));
+                            first_signal + static_cast<uint32_t>(config.node),
+                            signal_step(uses - 1));
             }
         }
     }
@@ -86,7 +93,7 @@ __device__ void exchange_counts_block(const ExchangeArguments& arguments, const 
         bool landed = true;
         if (thread == 0) {
             landed = waiter.until_signal(
-                network, window.counts_signal + static_cast<uint32_t>(node), generation,
+                network, first_signal + static_cast<uint32_t>(node), uses,
                 {Waited::kCountsSignal, source, static_cast<uint32_t>(node), 0, 0});
             __threadfence_system();
         }

@@ -435,7 +435,9 @@ __device__ bool sum_at_home(const ReduceArguments& arguments, Waiter& waiter, in
                              static_cast<uint32_t>(copy.node), sequence_of(k, c) + 1, 0});
                     }
                 }
-                __threadfence_system();  // gradients and partial sums, for the whole block
+                if (thread < counts.num_all) {
+                    __threadfence_system();  // gradients and partial sums, for the whole block
+                }
                 if (!__syncthreads_and(ready)) {
                     return false;
                 }
@@ -507,7 +509,9 @@ __device__ bool clear_slots(const ReduceArguments& arguments, Waiter& waiter, in
             node_flag(plane, plane.window.grads_read, config.local, local),
             {Waited::kGradsRead, reader, static_cast<uint32_t>(local), generation, 0});
     }
-    __threadfence_system();  // the readers' loads before these stores
+    if (thread < config.ranks_per_node) {
+        __threadfence_system();  // the readers' loads before these stores
+    }
     if (!__syncthreads_and(read)) {
         return false;
     }
@@ -602,6 +606,9 @@ __global__ void __launch_bounds__(kTransferThreads, 1)
 template <class Network>
 const char* launch_reduce_grads_across(const ReduceArguments& arguments, const BlockRoles& roles,
                                        const Network& network, Stream stream) {
+    if (const char* problem = problem_with_roles(arguments.plane.config, roles)) {
+        return problem;
+    }
     LaunchShape shape{dim3(static_cast<unsigned>(1 + roles.senders + roles.pullers)),
                       dim3(static_cast<unsigned>(roles.threads))};
     shape.shared_bytes = static_cast<size_t>(landing_agent_shared_bytes(arguments.plane.config));

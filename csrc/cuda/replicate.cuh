@@ -82,7 +82,9 @@ __device__ bool wait_for_staging_slot(const DataPlane& plane, const Waiter& wait
             }
         }
     }
-    __threadfence_system();  // the receivers' reads before this block's writes
+    if (static_cast<int>(threadIdx.x) < config.num_nodes) {
+        __threadfence_system();  // the receivers' reads before this block's writes
+    }
     return __syncthreads_and(free) != 0;
 }
 
@@ -445,9 +447,27 @@ inline size_t replicate_shared_bytes(const DataPlaneConfig& config, const BlockR
     return static_cast<size_t>(of_puller > of_agent ? of_puller : of_agent);
 }
 
+// nullptr, or what is wrong with the roles.
+inline const char* problem_with_roles(const DataPlaneConfig& config, const BlockRoles& roles) {
+    if (roles.pullers < 1 || (config.num_nodes > 1 && roles.senders < 1)) {
+        return "the data plane needs a puller, and with more than one node a sender";
+    }
+    if (config.num_nodes > 1 && config.staging_slots % roles.senders != 0) {
+        return "the number of senders must divide staging_slots";
+    }
+    if (roles.threads % kWarpSize != 0 || roles.threads < kWarpSize ||
+        roles.threads > kTransferThreads) {
+        return "threads per block must be a multiple of 32, at most 512";
+    }
+    return nullptr;
+}
+
 template <class Network>
 const char* launch_replicate(const ReplicateArguments& arguments, const BlockRoles& roles,
                              const Network& network, Stream stream) {
+    if (const char* problem = problem_with_roles(arguments.plane.config, roles)) {
+        return problem;
+    }
     LaunchShape shape{dim3(static_cast<unsigned>(1 + roles.senders + roles.pullers)),
                       dim3(static_cast<unsigned>(roles.threads))};
     shape.shared_bytes = replicate_shared_bytes(arguments.plane.config, roles);

@@ -5,23 +5,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
+from tests.comm.fake import HERE, MISSING, NCCL, ROOT, compile_cpp, compile_fake, have_headers
 
-from toolchain import find_cuda_home, find_nccl  # noqa: E402
-
-CUDA_HOME, NCCL = find_cuda_home(), find_nccl()
-pytestmark = pytest.mark.skipif(
-    CUDA_HOME is None or NCCL is None,
-    reason="no headers of CUDA and NCCL (TOPOEP_NCCL_HOME): the host side of transport nccl is "
-    "neither compiled nor run",
-)
+pytestmark = pytest.mark.skipif(not have_headers(), reason=MISSING)
 
 
 def version_code(text: str) -> int:
@@ -33,22 +22,11 @@ def version_code(text: str) -> int:
 def built(tmp_path_factory):
     """The program, the fake library, and one without the device API."""
     folder = tmp_path_factory.mktemp("comm")
-    base = ["c++", "-std=c++20", "-g", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
-    base += ["-isystem", str(NCCL[0]), "-isystem", str(CUDA_HOME / "include")]
-    sources = [ROOT / "csrc/comm/communicator.cpp", ROOT / "csrc/comm/nccl_library.cpp"]
-    program = folder / "program"
-    commands = [[*base, "-fsanitize=address,undefined", str(HERE / "comm_program.cpp"),
-                 *map(str, sources), "-ldl", "-o", str(program)]]  # fmt: skip
-    libraries = []
-    for name, flags in (("whole", []), ("old", ["-DFAKE_NCCL_WITHOUT_DEVICE_API"])):
-        (folder / name).mkdir()
-        libraries.append(folder / name / "libnccl.so.2")
-        commands.append([*base, *flags, "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2",
-                         str(HERE / "fake_nccl.cpp"), "-o", str(libraries[-1])])  # fmt: skip
-    for command in commands:
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-    return program, *libraries
+    sources = [HERE / "comm_program.cpp", ROOT / "csrc/comm/communicator.cpp"]
+    sources.append(ROOT / "csrc/comm/nccl_library.cpp")
+    program = compile_cpp(folder / "program", "-fsanitize=address,undefined", *sources, "-ldl")
+    old = compile_fake(folder / "old", "-DFAKE_NCCL_WITHOUT_DEVICE_API")
+    return program, compile_fake(folder / "whole"), old
 
 
 @pytest.fixture

@@ -82,14 +82,14 @@ def move_every_dtype(rank: int, shared: bool) -> list[str]:
 
 def test_weights_of_every_dtype_shared_and_staged():
     for calls in run_ranks(4, move_every_dtype, True):
-        assert calls.count("replicate") == 2
+        assert calls.count("replicate") == 4
         assert [c for c in calls if c.startswith("window")] == ["window 1024"]
         assert calls.count("exchange") == 0
     for calls in run_ranks(4, move_every_dtype, False):
         assert [c for c in calls if c.startswith("window")] == ["window 1024"]
         # Nobody may overwrite what peers still read, nor read what is not there yet.
         at = [i for i, call in enumerate(calls) if call == "replicate"]
-        assert [calls[i - 2 : i] for i in at] == [["exchange", "exchange"]] * 2
+        assert [calls[i - 2 : i] for i in at] == [["exchange", "exchange"]] * 4
 
 
 def share_and_move(rank: int) -> None:
@@ -275,7 +275,7 @@ def test_a_wait_that_gave_up_ends_in_an_error_on_the_next_call(call, monkeypatch
     for texts, calls in run_ranks(4, give_up, call):
         assert len(set(texts)) == 1
         assert re.match(
-            r"rank 2 gave up in replicate after 2\.5 s without progress \(TOPOEP_TIMEOUT_S\): it "
+            r"rank 2 gave up in replicate, without progress within TOPOEP_TIMEOUT_S=2\.5: it "
             r"waited for rank 5: a chunk over the network \(ring slot 7, wanted 9, seen 4, launch "
             r"17, block 11\)\. .* make a new Balancer$",
             texts[0],
@@ -358,6 +358,28 @@ def test_one_rank_that_cannot_is_reason_enough_and_is_named_in_one_line(when):
         assert error == "RuntimeError: transport='nccl' cannot be used: rank 2: no NIC"
 
 
+def balancers_that_cannot_be_made(rank: int) -> list[str]:
+    connector = use(FakeConnector())
+    with pytest.raises(ValueError, match="disagree on num_experts"):
+        topoep.Balancer(
+            topoep.Topology(node_of_rank=NODES), 8 if rank else 12, group=dist.group.WORLD
+        )
+    return connector.planes[0].calls
+
+
+def test_a_balancer_that_cannot_be_made_leaves_no_communicator_behind():
+    assert run_ranks(4, balancers_that_cannot_be_made) == [["close False"]] * 4
+
+
+def test_which_communicator(monkeypatch):
+    assert not nccl._use_comm_of_group()
+    monkeypatch.setenv("TOPOEP_NCCL_COMM", "group")
+    assert nccl._use_comm_of_group()
+    monkeypatch.setenv("TOPOEP_NCCL_COMM", "theirs")
+    with pytest.raises(RuntimeError, match="'theirs'; expected own or group"):
+        nccl._use_comm_of_group()
+
+
 def ask_for_different(rank: int) -> str:
     return choose(rank, ["auto", "auto", "c10d", "auto"][rank], "", "", 0)[2]
 
@@ -392,9 +414,9 @@ def test_this_machine_says_why_it_has_no_transport_nccl():
 
 
 def test_a_setting_that_does_not_fit_is_told_to_all_ranks():
-    for _, error in run_ranks(2, choose_for_real, "auto"):
-        assert error.startswith("comm_sms=1; expected at least 2: one block that watches")
-        assert error.endswith("(on rank 1 of the group)")
+    told, own = (error for _, error in run_ranks(2, choose_for_real, "auto"))
+    assert own.startswith("comm_sms=1; expected at least 2: one block that watches")
+    assert told == f"{own} (on rank 1 of the group)"
 
 
 @pytest.mark.parametrize(

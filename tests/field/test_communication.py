@@ -88,7 +88,7 @@ class LostLinkError(Exception):
 
 
 # https://github.com/vllm-project/vllm/issues/57883
-@pytest.mark.parametrize("stage", ["exchange", "replicate", "all_to_all"])
+@pytest.mark.parametrize("stage", ["exchange", "start_replicate", "start_all_to_all"])
 def test_silently_stops(stage, monkeypatch):
     """A stage that fails is an error of the call; the step after it balances as before."""
     layer = topoep.BalancedExperts(8, 4, 4, topology=Topology(2, 2))
@@ -96,7 +96,6 @@ def test_silently_stops(stage, monkeypatch):
     arguments = ([torch.randn(6, 4)] * 4, ids, [torch.ones(6, 1)] * 4)
     before = layer.balancer.num_plans
     expected = layer(*arguments)
-    layer.balancer._buffers.clear()
 
     def fail(*_):
         raise LostLinkError
@@ -124,7 +123,8 @@ def test_oom_in_rearrange(spare):
     bytes_of_expert = sum(p[0].numel() * p.element_size() for p in layers[0].parameters())
     held = sum(
         tensor.untyped_storage().nbytes()
-        for buffer in balancer._buffers.values()
+        for pool in balancer._pools.values()
+        for buffer in pool._buffers
         for tensors in buffer.slots
         for tensor in tensors
     )

@@ -49,11 +49,11 @@ def test_nan_from_uninitialised_rows(dtype):
     x = [torch.randn(len(i), 4, dtype=dtype, requires_grad=True) for i in ids]
     weights = [torch.ones(i.shape) for i in ids]
     layer(x, ids, weights)
-    for buffer in layer.balancer._buffers.values():
-        for tensors in buffer.slots:
-            for tensor in tensors:
-                tensor.fill_(float("nan"))
-        buffer.content = None  # so that the next layer fetches what its plan says
+    for pool in layer.balancer._pools.values():
+        for buffer in pool._buffers:
+            for tensors in buffer.slots:
+                for tensor in tensors:
+                    tensor.fill_(float("nan"))
     for _ in range(2):
         y = layer(x, ids, weights)
         torch.autograd.backward([t.float().sum() for t in y])

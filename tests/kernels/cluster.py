@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.emulation.harness import Emulator, Report, aligned_array
+from tests.emulation.harness import Emulator, LaunchError, Report, aligned_array
 from tests.kernels.plans import PlanTables
 from topoep import Topology
 
@@ -30,8 +30,8 @@ SETTINGS = (
 ).split()
 MEMORY = (
     "table row_bytes elements slot_expert copy_offsets copy_slots rows counts lists windows "
-    "signals states errors sent_bytes home spare slot_grads home_grads grads seen_spare "
-    "seen_slots seen_home seen_counts"
+    "signals states errors sent_bytes sent_signals home spare slot_grads home_grads grads "
+    "seen_spare seen_slots seen_home seen_counts"
 ).split()
 
 # Waited in core/data_plane.h.
@@ -42,8 +42,8 @@ ERROR_WORDS = 12  # of 32 bits in ErrorRecord
 
 # A limit that no run without a fault comes near to, in polls of one thread, and one that ends runs
 # with a fault soon.
-LONG = 1 << 40
-SHORT = 20_000
+LONG = 1_000_000
+SHORT = 5_000
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Cluster:
     doubled_signal: int = -1
     doubled_late: int = 0
     slow_rank: int = -1
+    dead_rank: int = -1
     delay: int = 60
     timeout: int = LONG
 
@@ -95,6 +96,7 @@ class Outcome:
     reports: list[Report]
     failures: list[Failure]
     sent_bytes: np.ndarray  # [R] over the network, by sending rank
+    sent_signals: int
     wrong: list[str] = field(default_factory=list)  # committed data that differs
     missing: int = 0  # results that were never written, in runs with a failure
 
@@ -188,6 +190,7 @@ def run(
         "states": bytes_of(ranks, int(sizes[2])),
         "errors": np.zeros((ranks, ERROR_WORDS), np.uint32),
         "sent_bytes": np.zeros(ranks, np.uint64),
+        "sent_signals": np.zeros(1, np.uint64),
         "seen_counts": np.zeros((batches, ranks, ranks, experts), np.int32),
     }
     per_tensor: dict[str, list[np.ndarray]] = {
@@ -205,13 +208,15 @@ def run(
         "seen_home": [_aligned(np.zeros((batches, ranks, home_slots, n), home_dtype))
                       for n in elements],
     }  # fmt: skip
+    if c.dead_rank >= 0:
+        flat["states"][c.dead_rank, 0] = 1  # StateHeader::failed: its kernels leave at once
     first_home = [a.copy() for a in per_tensor["home"]]
     first_grads = [a.copy() for a in per_tensor["home_grads"]]
 
     pointers = {name: _pointers(arrays) for name, arrays in per_tensor.items()}
     addresses = _pointers([(flat | pointers)[name] for name in MEMORY])
     unit.configure(
-        seed=seed, order=order, preempt=preempt, max_polls=LONG, max_switches=0,
+        seed=seed, order=order, preempt=preempt, max_polls=1 << 60, max_switches=0,
         max_shared_bytes=32 << 10,
     )  # fmt: skip
     registered = {name: a for name, a in flat.items() if name != "windows"}
@@ -220,8 +225,16 @@ def run(
     registered |= {f"window of rank {r}": flat["windows"][r] for r in range(ranks)}
     registered |= {f"pointers to {name}": a for name, a in pointers.items()}
     with unit.memory(**registered):
-        unit.call("run_cluster", packed_settings, addresses)
-    outcome = Outcome(unit.take_reports(), _failures(flat["errors"]), flat["sent_bytes"])
+        try:
+            unit.call("run_cluster", packed_settings, addresses)
+        except LaunchError as error:
+            raise LaunchError("\n".join(map(str, [error, *unit.take_reports()]))) from error
+    outcome = Outcome(
+        unit.take_reports(),
+        _failures(flat["errors"]),
+        flat["sent_bytes"],
+        int(flat["sent_signals"][0]),
+    )
     _compare(outcome, cluster, plans, flat, per_tensor, first_home, first_grads)
     return outcome
 

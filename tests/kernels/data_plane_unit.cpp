@@ -39,6 +39,7 @@ struct Memory {
     unsigned char* states;             // [R, state bytes]
     ErrorRecord* errors;               // [R]
     Word* sent_bytes;                  // [R]
+    Word* sent_signals;                // [1]
     unsigned char* const* home;        // [T] -> [R, H, row bytes]
     unsigned char* const* spare;       // [T] -> [R, S, row bytes]
     unsigned char* const* slot_grads;  // [T] -> [R, S, elements]
@@ -103,6 +104,13 @@ struct DelayedNetwork {
     }
 };
 
+// With TOPOEP_TEST_PEER_MEMORY the ranks write into each other's memory instead.
+#if defined(TOPOEP_TEST_PEER_MEMORY)
+using TestNetwork = PeerMemory;
+#else
+using TestNetwork = DelayedNetwork;
+#endif
+
 struct Random {
     uint64_t state;
 
@@ -132,7 +140,7 @@ struct World {
     ExchangeArguments* exchange;
     ReplicateArguments* replicate;
     ReduceArguments* reduce;
-    DelayedNetwork* networks;
+    TestNetwork* networks;
     BlockRoles roles;
 };
 
@@ -159,7 +167,6 @@ void run_network(const World& world) {
     const unsigned num_ranks = static_cast<unsigned>(settings.num_nodes * settings.ranks_per_node);
     unsigned taken = 0;
     unsigned under_way = 0;
-    Int signals = 0;
     for (uint32_t now = 0;; ++now) {
         while (load_relaxed(&wire.posted) > taken &&
                load_relaxed(wire.operations[taken] + kPosted) != 0) {
@@ -202,7 +209,8 @@ void run_network(const World& world) {
             }
         } else {
             __threadfence();
-            const Int number = flight.doubled ? -1 : signals++;
+            const Int number =
+                flight.doubled ? -1 : static_cast<Int>((*world.memory.sent_signals)++);
             if (flight.doubled || number != settings.dropped_signal) {
                 atomicAdd(reinterpret_cast<Word*>(flight.fields[kSignal]), flight.fields[kAdd]);
             }
@@ -247,7 +255,17 @@ void for_elements(Int count, int block, int num_blocks, F&& f) {
 
 void copy_all(unsigned char* target, const unsigned char* source, Int bytes, int block,
               int num_blocks) {
-    for_elements(bytes, block, num_blocks, [&](Int i) { target[i] = source[i]; });
+    const bool whole_words = (reinterpret_cast<Word>(target) | reinterpret_cast<Word>(source) |
+                              static_cast<Word>(bytes)) %
+                                 sizeof(uint32_t) ==
+                             0;
+    if (whole_words) {
+        for_elements(bytes / 4, block, num_blocks, [&](Int i) {
+            reinterpret_cast<uint32_t*>(target)[i] = reinterpret_cast<const uint32_t*>(source)[i];
+        });
+    } else {
+        for_elements(bytes, block, num_blocks, [&](Int i) { target[i] = source[i]; });
+    }
 }
 
 template <class Bits>
@@ -433,7 +451,9 @@ const char* run_cluster(const Settings* settings, const Memory* memory) {
     Registered<ExchangeArguments> exchange(num_ranks, "exchange arguments");
     Registered<ReplicateArguments> replicate(num_ranks, "replicate arguments");
     Registered<ReduceArguments> reduce(num_ranks, "reduce arguments");
-    Registered<DelayedNetwork> networks(num_ranks, "networks");
+    Registered<TestNetwork> networks(num_ranks, "networks");
+    Registered<unsigned char*> rank_windows(num_ranks, "window pointers by rank");
+    Registered<Word*> rank_signals(num_ranks, "signal pointers by rank");
     Registered<unsigned char*> windows(num_ranks, "window pointers");                 // [N, G]
     Registered<const unsigned char*> home(num_ranks * num_tensors, "home pointers");  // [N, T, G]
     Registered<void*> slot_grads(num_ranks * num_tensors, "slot gradient pointers");
@@ -450,6 +470,8 @@ const char* run_cluster(const Settings* settings, const Memory* memory) {
         const size_t local = static_cast<size_t>(place.local);
         windows[node * local_ranks + local] =
             memory->windows + static_cast<Int>(rank) * window.bytes;
+        rank_windows[rank] = windows[node * local_ranks + local];
+        rank_signals[rank] = memory->signals + static_cast<Int>(rank) * window.num_signals;
         for (size_t t = 0; t < num_tensors; ++t) {
             const size_t at = (node * num_tensors + t) * local_ranks + local;
             home[at] = memory->home[t] +
@@ -490,8 +512,12 @@ const char* run_cluster(const Settings* settings, const Memory* memory) {
             reduce[r].home_grads[t] = memory->home_grads[t] + rank * settings->experts_per_rank *
                                                                   memory->elements[t] * home_size;
         }
+#if defined(TOPOEP_TEST_PEER_MEMORY)
+        networks[r] = {rank_windows.data(), rank_signals.data(), static_cast<int>(rank)};
+#else
         networks[r] = {wire.data(),     memory->windows,    window.bytes,
                        memory->signals, window.num_signals, static_cast<int>(rank)};
+#endif
     }
     const BlockRoles roles{static_cast<int>(settings->senders), static_cast<int>(settings->pullers),
                            static_cast<int>(settings->threads)};

@@ -18,6 +18,7 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,26 +94,20 @@ class NcclConnector:
         ops = torch.ops.topoep
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         device = torch.device("cuda", torch.cuda.current_device())
-        identity = torch.zeros(_ID_BYTES, dtype=torch.uint8)
-        failure = ""
-        if rank == 0:
-            try:
-                ops.nccl_unique_id_(identity)
-            except RuntimeError as error:
-                failure = str(error)
-        shared: list[tuple[list[int], str]] = [(identity.tolist(), failure)]
-        dist.broadcast_object_list(shared, group=group, group_src=0)
-        numbers, failure = shared[0]
-        if failure:
-            return None, failure
+        comm = 0
         try:
-            comm = ops.nccl_comm_create(torch.tensor(numbers, dtype=torch.uint8), size, rank)
-        except RuntimeError as error:
-            return None, str(error)
-        local_ranks = len(topology.ranks_of_node(topology.node_of_rank[rank]))
-        problem = ops.nccl_comm_problem(comm, topology.num_nodes, local_ranks)
+            if _use_comm_of_group():
+                backend: Any = group._get_backend(device)
+                comm = ops.nccl_comm_adopt(backend._comm_ptr())
+            else:
+                comm = ops.nccl_comm_create(_shared_id(group), size, rank)
+            local_ranks = len(topology.ranks_of_node(topology.node_of_rank[rank]))
+            problem = ops.nccl_comm_problem(comm, topology.num_nodes, local_ranks)
+        except (AttributeError, RuntimeError) as error:
+            problem = str(error)
         if problem:
-            ops.nccl_comm_close(comm, True)
+            if comm:
+                ops.nccl_comm_close(comm, True)
             return None, problem
 
         def smallest(value: int) -> int:
@@ -121,6 +116,34 @@ class NcclConnector:
             return min(values)
 
         return NcclPlane(comm, device, rank, smallest), ""
+
+
+def _use_comm_of_group() -> bool:
+    """Whether TOPOEP_NCCL_COMM asks for the communicator that the group has already."""
+    choice = os.environ.get("TOPOEP_NCCL_COMM", "own")
+    if choice not in ("own", "group"):
+        raise RuntimeError(f"TOPOEP_NCCL_COMM={choice!r}; expected own or group")
+    return choice == "group"
+
+
+def _shared_id(group: dist.ProcessGroup) -> Tensor:
+    """The id of a new communicator, made by the group's rank 0. Collective.
+
+    Raises:
+        RuntimeError: NCCL could not make one; on every rank.
+    """
+    identity, failure = torch.zeros(_ID_BYTES, dtype=torch.uint8), ""
+    if dist.get_rank(group) == 0:
+        try:
+            torch.ops.topoep.nccl_unique_id_(identity)
+        except RuntimeError as error:
+            failure = str(error)
+    shared: list[tuple[list[int], str]] = [(identity.tolist(), failure)]
+    dist.broadcast_object_list(shared, group=group, group_src=0)
+    numbers, failure = shared[0]
+    if failure:
+        raise RuntimeError(failure)
+    return torch.tensor(numbers, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -179,7 +202,7 @@ class NcclTransport(C10dTransport):
         self._stages: dict[object, tuple[Weights, Tensor]] = {}
         self._grad_slots: dict[object, tuple[Weights, Tensor]] = {}
         self._tables: dict[tuple[int, ...], Tensor] = {}
-        self._order: dict[str, tuple[torch.cuda.Stream, torch.cuda.Event, bool]] = {}
+        self._last_stream: dict[str, torch.cuda.Stream] = {}
         self._side_stream: torch.cuda.Stream | None = None
 
     def configure(self, config: PlanConfig) -> None:
@@ -407,16 +430,15 @@ class NcclTransport(C10dTransport):
             yield
             return
         stream = torch.cuda.current_stream(self._plane.device)
-        capturing = torch.cuda.is_current_stream_capturing()
-        if kernel in self._order:
-            last, done, captured = self._order[kernel]
-            # A graph is replayed in stream order; it cannot wait for events outside of it.
-            if last != stream and captured == capturing:
-                stream.wait_event(done)
+        last = self._last_stream.get(kernel, stream)
+        if last != stream:
+            with torch.cuda.stream(last):
+                last_captures = torch.cuda.is_current_stream_capturing()
+            # A graph cannot wait for work outside of it: it is replayed in stream order.
+            if last_captures == torch.cuda.is_current_stream_capturing():
+                stream.wait_stream(last)
         yield
-        done = torch.cuda.Event()
-        done.record(stream)
-        self._order[kernel] = stream, done, capturing
+        self._last_stream[kernel] = stream
 
     def _lists_of(self, plan: Plan) -> Tensor:
         if plan not in self._lists:

@@ -110,13 +110,13 @@ _KERNELS = ("the exchange of counts", "replicate", "reduce_grads")
 _WAITS = (
     ("nothing", "unused"),
     ("the token counts of a rank", "row"),
-    ("token counts over the network", "row"),
+    ("token counts over the network", "node"),
     ("a receiver to read an earlier chunk (credit)", "ring slot"),
     ("a chunk over the network", "ring slot"),
-    ("word that a chunk has landed in the node", "ring slot"),
-    ("a rank of the node to read a landed chunk", "ring slot"),
+    ("word that a chunk has landed in the node", "from node"),
+    ("a rank of the node to read a landed chunk", "from node"),
     ("the gradients of a copy to be final", "expert"),
-    ("a reader of this rank's gradients", "rank"),
+    ("a reader of this rank's gradients", "place in the node"),
     ("no wait: a signal had a value that cannot be (lost, doubled or foreign)", "ring slot"),
 )
 
@@ -129,9 +129,9 @@ def describe_error(record: bytes, timeout_s: float) -> str | None:
     wait, unit = _WAITS[waited] if waited < len(_WAITS) else (f"reason {waited}", "number")
     where = _KERNELS[kernel] if kernel < len(_KERNELS) else f"kernel {kernel}"
     return (
-        f"rank {rank} gave up in {where} after {timeout_s:g} s without progress "
-        f"(TOPOEP_TIMEOUT_S): it waited for rank {source}: {wait} ({unit} {what}, wanted {wanted}, "
-        f"seen {seen}, launch {generation}, block {block}). That rank has died, hangs, or issues "
+        f"rank {rank} gave up in {where}, without progress within TOPOEP_TIMEOUT_S={timeout_s:g}: "
+        f"it waited for rank {source}: {wait} ({unit} {what}, wanted {wanted}, seen {seen}, "
+        f"launch {generation}, block {block}). That rank has died, hangs, or issues "
         "its calls in another order; or it is itself waiting: look at the messages of all ranks. "
         "The transport cannot be used any more: make a new Balancer"
     )
