@@ -280,7 +280,7 @@ def read_npz(path: Path, limits: Mapping[str, tuple[int, int]]) -> dict[str, npt
                 with archive.open(members[name]) as file:
                     arrays[name] = np.lib.format.read_array(file, allow_pickle=False)
             return arrays
-    except (zipfile.BadZipFile, EOFError, KeyError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, EOFError, KeyError, RuntimeError) as error:
         raise ValueError(f"{path}: no .npz file, or a damaged one ({error})") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
