@@ -1,10 +1,12 @@
 # Everything on a fresh machine with Python 3.10+ and a C++17 compiler:
 #   make demo    set up, build, and train a small MoE model with and without TopoEP
 #   make test    set up, build, and run all tests
-# Also: make test-slow, make lint, make bench, make clean.
+# Also: make test-frameworks, make test-slow, make lint, make bench, make clean.
 
 PYTHON ?= python3
 VENV ?= .venv
+# The extra environment of `make test-frameworks`: transformers, torchtitan and megatron-core.
+FRAMEWORKS ?= .venv-frameworks
 # The pinned torch: a CPU or a CUDA build, as the package index offers for this machine.
 TORCH ?= torch==2.13.0
 
@@ -16,7 +18,7 @@ TOOLS := numpy setuptools wheel ninja cmake pytest hypothesis scipy rich matplot
 # What a build depends on; Python files are used in place.
 SOURCES := setup.py pyproject.toml tools/toolchain.py $(shell find csrc -type f)
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: demo test test-slow test-frameworks lint format bench clean
 .DELETE_ON_ERROR:
 
 $(VENV)/tools.stamp: Makefile
@@ -49,6 +51,14 @@ test: $(VENV)/build.stamp $(VENV)/nvcc.stamp
 
 test-slow: $(VENV)/build.stamp $(VENV)/nvcc.stamp
 	TOPOEP_TEST_EXAMPLES=20 $(RUN) -m pytest --durations=15 -m "not gpu and not nccl"
+
+# The library that `build.stamp` leaves in topoep/ loads into the other environment's torch too.
+$(FRAMEWORKS)/frameworks.stamp: $(wildcard tools/frameworks/*)
+	sh tools/frameworks/setup.sh $(FRAMEWORKS) $(PYTHON)
+	touch $@
+
+test-frameworks: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
+	TOPOEP_TEST_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python -m pytest --durations=15 tests/frameworks
 
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.cuh' '*.cu')
 
