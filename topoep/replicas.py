@@ -52,8 +52,12 @@ class Lease:
         self.content = self._content()
 
     def _content(self) -> object:
+        # The storage, not the address: FSDP frees a parameter's memory between forward and backward
+        # and gathers the same values into the same storage again, perhaps elsewhere.
         tensors = tuple(t for tensors in self.weights for t in tensors)
-        return self.plan.token, tuple((t.data_ptr(), t._version) for t in tensors)
+        return self.plan.token, tuple(
+            (t.untyped_storage()._cdata, t.storage_offset(), t._version) for t in tensors
+        )
 
     def take(self) -> list[Weights]:
         """Fills the buffer, if it does not hold this already, and hands out aliases of it."""

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
+import sys
 
 import pytest
 
@@ -37,3 +39,9 @@ def test_changed_signature_is_named():
     for names in (("x", "scores"), ("x", "mask", "scores"), ("x", "scores", "mask", "more")):
         with pytest.raises(ImportError, match=r"forward takes \(x, scores, mask\)"):
             check_parameters(Layer.forward, *names)
+
+
+@pytest.mark.parametrize("framework", ["transformers"])
+def test_importing_an_adapter_does_not_import_its_framework(framework):
+    code = f"import sys, topoep.adapters.{framework}; sys.exit('{framework}' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

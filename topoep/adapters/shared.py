@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the adapters share: balancers, and keeping copies in the autograd graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from topoep.balancer import Balancer
+from topoep.objective import Objective
+from topoep.plan import Plan
+from topoep.portfolio import Candidate
+from topoep.recompute import in_backward
+from topoep.topology import Topology
+from topoep.transports.base import Weights
+
+#: Called with a layer's module and each plan made for it.
+OnPlan = Callable[[nn.Module, Plan], None]
+
+_balancers: weakref.WeakValueDictionary[Any, Balancer] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class BalancerOptions:
+    """The arguments of a :class:`topoep.Balancer` that a framework does not decide.
+
+    The topology is that of the group (:meth:`topoep.Topology.from_group`) if None.
+    """
+
+    spare_slots: int = 2
+    topology: Topology | None = None
+    objective: Objective | None = None
+    replica_policy: str = "refetch"
+    solver: str = "portfolio"
+    candidates: Sequence[Candidate] | None = None
+
+    def __post_init__(self) -> None:
+        if self.candidates is not None:  # a tuple, so that options can be compared and hashed
+            object.__setattr__(self, "candidates", tuple(self.candidates))
+
+
+def shared_balancer(
+    group: dist.ProcessGroup, num_experts: int, options: BalancerOptions
+) -> Balancer:
+    """The balancer of all layers with this group, number of experts and options.
+
+    Made on the first call, which is a collective over the group; lives as long as a layer uses it.
+    """
+    # A balancer keeps its group, so the group's id is not given to another one meanwhile.
+    key = id(group), num_experts, options
+    balancer = _balancers.get(key)
+    if balancer is None:
+        topology = options.topology
+        balancer = Balancer(
+            Topology.from_group(group) if topology is None else topology,
+            num_experts,
+            options.spare_slots,
+            group=group,
+            objective=options.objective,
+            replica_policy=options.replica_policy,
+            solver=options.solver,
+            candidates=options.candidates,
+        )
+        _balancers[key] = balancer
+    return balancer
+
+
+class BalancedLayer:
+    """One MoE layer of this rank and the balancer that it shares with others.
+
+    Its methods are those of the balancer for one rank. Weak references to it tell apart the
+    recomputations of layers, so there is one object per layer.
+
+    Args:
+        group: the expert-parallel group.
+        num_experts: E.
+        options: for the balancer.
+        module: handed to ``on_plan``.
+        on_plan: called with each plan made, but not for recomputations.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_experts: int,
+        options: BalancerOptions,
+        module: nn.Module,
+        on_plan: OnPlan | None,
+    ) -> None:
+        self.balancer = shared_balancer(group, num_experts, options)
+        self.module = module
+        self.on_plan = on_plan
+
+    @property
+    def home_slots(self) -> int:
+        """H, experts per rank."""
+        return self.balancer.config.experts_per_rank
+
+    @property
+    def slots(self) -> int:
+        """H + S, physical experts per rank."""
+        return self.balancer.config.slots_per_rank
+
+    def plan(self, topk_ids: Tensor) -> Plan:
+        """See :meth:`topoep.Balancer.plan`."""
+        plan = self.balancer.plan(topk_ids, layer=self)
+        if self.on_plan is not None and not in_backward():
+            self.on_plan(self.module, plan)
+        return plan
+
+    def reroute(self, topk_ids: Tensor, plan: Plan) -> Tensor:
+        """See :meth:`topoep.Balancer.reroute`."""
+        return cast(Tensor, self.balancer.reroute(topk_ids, plan))
+
+    def replicate(self, weights: Weights, plan: Plan) -> Weights:
+        """See :meth:`topoep.Balancer.replicate`."""
+        return cast(Weights, self.balancer.replicate(weights, plan))
+
+    def release(self, y: Tensor, copies: Weights, plan: Plan) -> Tensor:
+        """See :meth:`topoep.Balancer.release`; ``y`` need not depend on the copies.
+
+        A rank whose copies got no tokens would otherwise leave out the collective that brings
+        gradients home, and the others would wait for it.
+        """
+        return cast(Tensor, self.balancer.release(_Attach.apply(y, *copies), plan))
+
+    def mark(self, y: Tensor, plan: Plan) -> Tensor:
+        """Identity on the layer's output by which a recomputation finds the plan."""
+        return self.balancer.history(self).mark(y, plan)
+
+
+def rows_for_copies(plan: Plan) -> int:
+    """Rows that the plan's rank receives for its spare slots; the transport has it on the host."""
+    return int(plan.host.recv[:, plan.config.experts_per_rank :].sum())
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *copies: Tensor) -> Tensor:
+        ctx.num_copies = len(copies)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (grads[0], *[None] * ctx.num_copies)
