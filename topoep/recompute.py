@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from topoep.plan import Plan
 
@@ -42,6 +43,11 @@ class PlanHistory:
         Raises:
             RuntimeError: no plan, or several different ones, were made for these ids.
         """
+        # Selective checkpointing replays the ops of the forward pass and refuses others.
+        with _disable_current_modes():
+            return self._find(topk_ids)
+
+    def _find(self, topk_ids: tuple[Tensor, ...]) -> Plan:
         marked = self._marked() if self._marked is not None else None
         if marked is not None and _is_open(marked) and _same_ids(marked.topk_ids, topk_ids):
             return marked

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from torch import Tensor
 import topoep
 from tests.distributed.ranks import run_ranks
 from tests.frameworks import plans
+from tests.frameworks.comparison import check_equal, gradients
 from tests.frameworks.environment import require
 
 transformers = require("transformers")
@@ -28,6 +28,7 @@ from transformers.distributed import DistributedConfig, expert_parallel  # noqa:
 from topoep.adapters import transformers as adapter  # noqa: E402
 
 EXPERTS, TOP_K, VOCABULARY = 8, 2, 96
+HIDDEN = 64  # a multiple of the vector length: the last rows' silu would be rounded in another way
 
 
 def config_of(name: str, layers: int = 2) -> Any:
@@ -35,7 +36,7 @@ def config_of(name: str, layers: int = 2) -> Any:
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
-        "intermediate_size": 48,
+        "intermediate_size": HIDDEN,
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -47,7 +48,7 @@ def config_of(name: str, layers: int = 2) -> Any:
     }
     if name == "qwen3_moe":
         return transformers.Qwen3MoeConfig(
-            **sizes, num_experts=EXPERTS, moe_intermediate_size=48, head_dim=8
+            **sizes, num_experts=EXPERTS, moe_intermediate_size=HIDDEN, head_dim=8
         )
     if name == "mixtral":
         return transformers.MixtralConfig(**sizes, num_local_experts=EXPERTS)
@@ -55,7 +56,7 @@ def config_of(name: str, layers: int = 2) -> Any:
     return transformers.DeepseekV3Config(
         **sizes,
         n_routed_experts=EXPERTS,
-        moe_intermediate_size=48,
+        moe_intermediate_size=HIDDEN,
         n_group=2,
         topk_group=2,
         first_k_dense_replace=1,
@@ -116,18 +117,6 @@ def batch(rank: int, seed: int = 0, tokens: int = 12) -> Tensor:
     return torch.randint(3, VOCABULARY, (2, tokens), generator=generator)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this rank has."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def gradients(model: Any) -> dict[str, Tensor]:
-    """Of all parameters, by name."""
-    return {
-        name: local(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None
-    }
-
-
 def run(model: Any, rank: int, seed: int = 0, tokens: int = 12) -> tuple[Tensor, Tensor]:
     """Logits and the gradient of the embedded input, after forward and backward."""
     logits, embedded, loss = forward(model, batch(rank, seed, tokens))
@@ -145,24 +134,6 @@ def forward(model: Any, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     hook.remove()
     embedded[0].retain_grad()
     return out.logits, embedded[0], out.loss
-
-
-Results = tuple[Sequence[Tensor], dict[str, Tensor]]  # outputs and input gradients; by parameter
-
-
-def check_equal(got: Results, expected: Results, *, weights: bool = False, rows: bool = True):
-    """Bit for bit: the experts' gradients with ``weights``, everything else with ``rows``.
-
-    The rest must agree within 1e-6.
-    """
-    assert got[1].keys() == expected[1].keys()
-    pairs = [(None, a, b) for a, b in zip(got[0], expected[0], strict=True)]
-    pairs += [(name, got[1][name], grad) for name, grad in expected[1].items()]
-    for name, a, b in pairs:
-        if weights or (rows and "experts" not in (name or "")):
-            assert torch.equal(a, b), f"{name or 'output'}: {(a - b).abs().max()}"
-        else:
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 def balancer_of(model: Any) -> topoep.Balancer:

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from topoep.balancer import Balancer
 from topoep.objective import Objective
@@ -109,9 +111,13 @@ class BalancedLayer:
 
     def plan(self, topk_ids: Tensor) -> Plan:
         """See :meth:`topoep.Balancer.plan`."""
-        plan = self.balancer.plan(topk_ids, layer=self)
-        if self.on_plan is not None and not in_backward():
-            self.on_plan(self.module, plan)
+        # Selective checkpointing hands saved results out again by their number. A recomputation
+        # does not plan, so what planning does, and what a caller logs, must not be counted.
+        with _disable_current_modes():
+            plan = self.balancer.plan(topk_ids, layer=self)
+            _ = plan.host
+            if self.on_plan is not None and not in_backward():
+                self.on_plan(self.module, plan)
         return plan
 
     def reroute(self, topk_ids: Tensor, plan: Plan) -> Tensor:
@@ -138,6 +144,17 @@ class BalancedLayer:
 def rows_for_copies(plan: Plan) -> int:
     """Rows that the plan's rank receives for its spare slots; the transport has it on the host."""
     return int(plan.host.recv[:, plan.config.experts_per_rank :].sum())
+
+
+@contextmanager
+def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """The module with other tensors in place of its own parameters of these names."""
+    kept = {name: module._parameters[name] for name in tensors}
+    cast(dict[str, Tensor], module._parameters).update(tensors)
+    try:
+        yield
+    finally:
+        module._parameters.update(kept)
 
 
 class _Attach(torch.autograd.Function):

@@ -9,15 +9,20 @@ experts' own forward twice: on the home experts, and on the copies if any row ca
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topoep.adapters.shared import BalancedLayer, BalancerOptions, OnPlan, rows_for_copies
+from topoep.adapters.shared import (
+    BalancedLayer,
+    BalancerOptions,
+    OnPlan,
+    parameters_replaced,
+    rows_for_copies,
+)
 from topoep.adapters.upstream import check_parameters, check_version
 from topoep.balancer import Balancer
 from topoep.plan import Plan
@@ -161,19 +166,10 @@ class BalancedEP:
         on_copy = slots >= home
         y = run(tokens, slots.clamp(max=home), weights.masked_fill(on_copy, 0))
         rows = torch.nonzero_static(on_copy.flatten(), size=for_copies).flatten()
-        with _parameters(self.experts, copies):
-            y_copies = run(tokens[rows], slots[rows] - home, weights[rows])
+        with parameters_replaced(self.experts, copies):
+            self.experts.num_experts = self.layer.slots - home
+            try:
+                y_copies = run(tokens[rows], slots[rows] - home, weights[rows])
+            finally:
+                self.experts.num_experts = home
         return y.index_copy(0, rows, y_copies.to(y.dtype))
-
-
-@contextmanager
-def _parameters(experts: Any, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """The module with other weights, of another number of experts."""
-    kept = {name: experts._parameters[name] for name in tensors}, experts.num_experts
-    experts._parameters.update(tensors)
-    experts.num_experts = len(next(iter(tensors.values())))
-    try:
-        yield
-    finally:
-        experts._parameters.update(kept[0])
-        experts.num_experts = kept[1]
