@@ -1,7 +1,8 @@
 # Everything on a fresh machine with Python 3.10+ and a C++17 compiler:
 #   make demo    set up, build, and train a small MoE model with and without TopoEP
 #   make test    set up, build, and run all tests
-# Also: make test-frameworks, make test-slow, make lint, make bench, make clean.
+# Also: make example-transformers, make example-torchtitan, make test-frameworks,
+#       make test-slow, make lint, make bench, make clean.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,7 +19,8 @@ TOOLS := numpy setuptools wheel ninja cmake pytest hypothesis scipy rich matplot
 # What a build depends on; Python files are used in place.
 SOURCES := setup.py pyproject.toml tools/toolchain.py $(shell find csrc -type f)
 
-.PHONY: demo test test-slow test-frameworks lint format bench clean
+.PHONY: demo test test-slow test-frameworks example-transformers example-torchtitan lint format \
+        bench bench-adapters clean
 .DELETE_ON_ERROR:
 
 $(VENV)/tools.stamp: Makefile
@@ -57,8 +59,19 @@ $(FRAMEWORKS)/frameworks.stamp: $(wildcard tools/frameworks/*)
 	sh tools/frameworks/setup.sh $(FRAMEWORKS) $(PYTHON)
 	touch $@
 
+RUN_FRAMEWORKS := PYTHONPATH=. $(FRAMEWORKS)/bin/python
+
 test-frameworks: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
-	TOPOEP_TEST_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python -m pytest --durations=15 tests/frameworks
+	TOPOEP_TEST_FRAMEWORKS=1 $(RUN_FRAMEWORKS) -m pytest --durations=15 tests/frameworks
+
+example-transformers: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
+	$(RUN_FRAMEWORKS) examples/frameworks/train_transformers.py
+
+example-torchtitan: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
+	$(RUN_FRAMEWORKS) examples/frameworks/train_torchtitan.py
+
+bench-adapters: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
+	$(RUN_FRAMEWORKS) benchmarks/bench_adapters.py
 
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.cuh' '*.cu')
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,21 +67,16 @@ class PlanHistory:
         return matches[0]
 
     def mark(self, y: Tensor, plan: Plan) -> Tensor:
-        """Identity whose backward says that this plan's layer is next."""
-        marked: Tensor = _Mark.apply(y, self, plan)
-        return marked
+        """The tensor itself; its backward says first that this plan's layer is next.
 
+        A hook, not an autograd function: that would return a view, on which FSDP2 cannot rely.
+        """
+        if y.requires_grad:
+            y.register_hook(lambda grad: self._set_marked(plan))
+        return y
 
-class _Mark(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, history: PlanHistory, plan: Plan) -> Tensor:
-        ctx.history, ctx.plan = history, plan
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.history._marked = weakref.ref(ctx.plan)
-        return grads[0], None, None
+    def _set_marked(self, plan: Plan) -> None:
+        self._marked = weakref.ref(plan)
 
 
 class Replay:
