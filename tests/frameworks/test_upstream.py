@@ -41,7 +41,7 @@ def test_changed_signature_is_named():
             check_parameters(Layer.forward, *names)
 
 
-@pytest.mark.parametrize("framework", ["transformers", "deepep"])
+@pytest.mark.parametrize("framework", ["transformers", "deepep", "deepspeed"])
 def test_importing_an_adapter_does_not_import_its_framework(framework):
     code = f"import sys, topoep.adapters.{framework}; sys.exit('{framework}' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

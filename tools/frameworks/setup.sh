@@ -28,7 +28,10 @@ install --no-deps accelerate psutil
 install --no-deps --ignore-requires-python megatron-core
 # Without their dependencies: torchtitan's would bring data sets, loggers and another torch.
 install --no-deps torchtitan spmd_types einops tyro docstring-parser typeguard
-# Both import triton kernels without need on the CPU; triton is 1 GB.
+# Its ops are built when they are used, and none is here.
+DS_BUILD_OPS=0 install --no-deps --no-build-isolation deepspeed
+install --no-deps hjson ninja py-cpuinfo msgpack
+# megatron-core and torchtitan import triton kernels that the CPU does not need; triton is 1 GB.
 site=$("$dir/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 cp "$here/no_triton.py" "$site/"
 echo 'import no_triton; no_triton.install()' > "$site/no_triton.pth"

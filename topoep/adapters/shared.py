@@ -157,6 +157,46 @@ def parameters_replaced(module: nn.Module, tensors: dict[str, Tensor]) -> Iterat
         module._parameters.update(kept)
 
 
+def run_grouped(
+    run: Callable[[Tensor, Tensor], Tensor],
+    rows: Tensor,
+    counts: Tensor,
+    experts: nn.Module,
+    copies: Weights,
+    plan: Plan,
+) -> Tensor:
+    """Grouped experts on the home weights and, if any row came for a copy, on the copies.
+
+    Twice rather than once on one table: that would hold a second copy of all home weights.
+
+    Args:
+        run: the experts' own forward, of rows and counts.
+        rows: ``[M, D]`` in slot order.
+        counts: ``[H + S]``, rows of each slot, as the dispatcher says: it may have padded them.
+        experts: the module, whose own parameters ``run`` uses.
+        copies: in place of its parameters, in their order.
+        plan: for this rank.
+
+    Returns:
+        ``[M, D]``.
+    """
+    home = plan.config.experts_per_rank
+    if rows_for_copies(plan) == 0:
+        return run(rows, counts[:home])
+    split = int(counts[:home].sum())
+    parts = [run(rows[:split], counts[:home])] if split else []
+    names = [name for name, _ in experts.named_parameters(recurse=False)]
+    with parameters_replaced(experts, dict(zip(names, copies, strict=True))):
+        parts.append(run(rows[split:], counts[home:]))
+    return torch.cat(parts)
+
+
+def local_weight(weight: Tensor) -> Tensor:
+    """This rank's experts, of a parameter that may be a DTensor."""
+    local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    return local.contiguous()
+
+
 class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, *copies: Tensor) -> Tensor:

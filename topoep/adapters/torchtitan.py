@@ -17,15 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from topoep.adapters.shared import (
     BalancedLayer,
     BalancerOptions,
     OnPlan,
-    parameters_replaced,
-    rows_for_copies,
+    local_weight,
+    run_grouped,
 )
 from topoep.adapters.upstream import check_parameters, check_version
 from topoep.balancer import Balancer
@@ -98,7 +97,9 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         plan = layer.plan(ids)
         physical = layer.reroute(ids, plan).view_as(topk_expert_ids_BLK)
         # Before the dispatch, so that in backward the copies' gradients come after its collective.
-        homes = tuple(_local(weight) for weight in self.inner_experts.parameters(recurse=False))
+        homes = tuple(
+            local_weight(weight) for weight in self.inner_experts.parameters(recurse=False)
+        )
         self.step = plan, layer.replicate(homes, plan)
         try:
             assert plan.send is not None
@@ -114,17 +115,7 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         if self.layer is None or self.step is None:
             return run(rows, counts)
         plan, copies = self.step
-        home = self.layer.home_slots
-        if rows_for_copies(plan) == 0:
-            y = run(rows, counts[:home])
-        else:
-            # From the dispatcher's counts: it may have padded the groups.
-            split = int(counts[:home].sum())
-            parts = [run(rows[:split], counts[:home])] if split else []
-            names = [name for name, _ in self.inner_experts.named_parameters(recurse=False)]
-            with parameters_replaced(self.inner_experts, dict(zip(names, copies, strict=True))):
-                parts.append(run(rows[split:], counts[home:]))
-            y = torch.cat(parts)
+        y = run_grouped(run, rows, counts, self.inner_experts, copies, plan)
         return self.layer.release(y, copies, plan)
 
 
@@ -172,9 +163,3 @@ def balance(
 def layers(model: nn.Module) -> list[BalancedRoutedExperts]:
     """The balanced routed experts of a model, in the order of its modules."""
     return [module for module in model.modules() if isinstance(module, BalancedRoutedExperts)]
-
-
-def _local(weight: Tensor) -> Tensor:
-    """This rank's experts, of a parameter that may be a DTensor."""
-    local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-    return local.contiguous()
