@@ -52,6 +52,8 @@ def config_of(name: str, layers: int = 2) -> Any:
         )
     if name == "mixtral":
         return transformers.MixtralConfig(**sizes, num_local_experts=EXPERTS)
+    if name == "gpt_oss":
+        return transformers.GptOssConfig(**sizes, num_local_experts=EXPERTS, head_dim=8)
     sizes["num_key_value_heads"] = 4
     return transformers.DeepseekV3Config(
         **sizes,
@@ -88,10 +90,12 @@ transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS.register("by_rows", by_rows)
 
 
 def widen_routers(model: Any) -> None:
-    """Makes some experts hot."""
+    """Makes some experts hot, and biases not zero."""
     for name, parameter in model.named_parameters():
-        if "gate.weight" in name:
+        if name.endswith(("gate.weight", "router.weight")):
             parameter.data.mul_(20)
+        if name.endswith("proj_bias"):
+            parameter.data.normal_(std=0.1)
 
 
 def build(
@@ -175,6 +179,12 @@ def test_equals_the_untouched_model_with_any_plan(name, ranks):
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 def test_other_implementations_of_the_experts(experts):
     for copies in run_ranks(2, check_model, "qwen3_moe", experts):
+        assert min(copies[1:]) > 0
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_experts_with_biases_and_transposed_weights(experts):
+    for copies in run_ranks(2, check_model, "gpt_oss", experts):
         assert min(copies[1:]) > 0
 
 

@@ -162,14 +162,16 @@ class BalancedEP:
             return run(row, slots.new_zeros(1, 1), weights.new_ones(1, 1))[:0]
         if for_copies == 0:
             return run(tokens, slots, weights)
-        # Expert implementations skip the id after the last: it means "not on this rank".
-        on_copy = slots >= home
-        y = run(tokens, slots.clamp(max=home), weights.masked_fill(on_copy, 0))
-        rows = torch.nonzero_static(on_copy.flatten(), size=for_copies).flatten()
+        # Home rows first. Not by transformers' id for "not on this rank": not every model knows it.
+        order = torch.argsort((slots >= home).flatten().to(torch.uint8), stable=True)
+        tokens, slots = tokens[order], slots[order]
+        split = len(tokens) - for_copies
+        parts = [run(tokens[:split], slots[:split], weights[:split])] if split else []
         with parameters_replaced(self.experts, copies):
             self.experts.num_experts = self.layer.slots - home
             try:
-                y_copies = run(tokens[rows], slots[rows] - home, weights[rows])
+                parts.append(run(tokens[split:], slots[split:] - home, weights[split:]))
             finally:
                 self.experts.num_experts = home
-        return y.index_copy(0, rows, y_copies.to(y.dtype))
+        y = torch.cat(parts)
+        return torch.empty_like(y).index_copy(0, order, y)
