@@ -34,7 +34,10 @@ from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend  # n
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts  # noqa: E402
 from torchtitan.models.common.rope import CosSinRoPE  # noqa: E402
-from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher  # noqa: E402
+from torchtitan.models.common.token_dispatcher import (  # noqa: E402
+    AllToAllTokenDispatcher,
+    LocalTokenDispatcher,
+)
 from torchtitan.models.qwen3 import _build_qwen3_moe_layers, _debugmodel_moe  # noqa: E402
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config  # noqa: E402
 
@@ -62,9 +65,35 @@ class ExpertsByRows(GroupedExperts):
             for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
         )
         slots = torch.arange(len(w1)).repeat_interleave(num_tokens_per_expert_E)
-        x = x_RD[:, None]
+        x = x_RD[: len(slots), None]
         h = F.silu((w1[slots] * x).sum(-1)) * (w3[slots] * x).sum(-1)
-        return (w2[slots] * h[:, None]).sum(-1)
+        y = (w2[slots] * h[:, None]).sum(-1)
+        return F.pad(y, (0, 0, 0, len(x_RD) - len(slots)))  # rows of padding
+
+
+class PaddingDispatcher(AllToAllTokenDispatcher):
+    """Pads the rows of every expert to a multiple of 4, as dispatchers for quantised GEMMs do.
+
+    Notes for how many experts it allocates buffers.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pass
+
+    def init_buffer(self) -> None:
+        self.allocated_for = self.num_experts
+
+    def _permute(self, rows: Tensor, counts: Tensor) -> tuple[Any, Tensor, Any, Tensor]:
+        shape, rows, indices, per_slot = super()._permute(rows, counts)
+        padded = (per_slot // 4 + 1) * 4  # at least one row of padding, also where there is none
+        begin = padded.cumsum(0) - padded - (per_slot.cumsum(0) - per_slot)
+        places = torch.arange(len(rows)) + begin.repeat_interleave(per_slot)
+        out = rows.new_zeros(int(padded.sum()) + 3, rows.shape[1])
+        return shape, out.index_copy(0, places, rows), (indices, places), padded
+
+    def _unpermute(self, rows: Tensor, shape: Any, indices: tuple[Tensor, Tensor]) -> Tensor:
+        return super()._unpermute(rows[indices[1]], shape, indices[0])
 
 
 def config_of(layers: int, by_rows: bool) -> Any:
@@ -106,6 +135,7 @@ def build(
     fsdp: bool = False,
     checkpointing: Any = None,
     backend: str = "partial_dtensor",
+    padding: bool = False,
     **options: Any,
 ) -> Any:
     """The model over all ranks as torchtitan's trainer builds it, the same weights every time."""
@@ -114,6 +144,10 @@ def build(
     parallel_dims_module.device_type = "cpu"
     set_spmd_backend(backend)
     config = config_of(layers, by_rows)
+    for layer in config.layers if padding else ():
+        layer.moe.routed_experts.token_dispatcher = PaddingDispatcher.Config(
+            num_experts=EXPERTS, top_k=TOP_K
+        )
     set_qwen3_sharding_config(config, enable_sp=False, enable_ep=True)
     if balanced:
         options.setdefault("topology", topoep.Topology(2, ep // 2))
@@ -259,6 +293,24 @@ def test_with_the_spmd_types_backend(ranks):
     # Without FSDP: its annotations need a newer torch than 2.13 there, with or without TopoEP.
     for copies in run_ranks(ranks, check_model, True, ranks, False, "spmd_types"):
         assert min(copies[1:]) > 0
+
+
+def check_padding(rank: int) -> None:
+    expected_model = build(False, padding=True)
+    expected = run(expected_model, rank), gradients(expected_model)
+    model = build(True, padding=True)
+    for layer in adapter.layers(model):
+        assert layer.token_dispatcher.allocated_for == balancer_of(model).num_physical_experts
+    for choose in (plans.no_copies, plans.random_copies(1), plans.random_copies(2)):
+        plans.force(balancer_of(model), choose)
+        model.zero_grad()
+        got = run(model, rank), gradients(model)
+        check_equal(got, expected, weights=choose is plans.no_copies)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_dispatcher_that_pads_and_allocates_buffers(ranks):
+    run_ranks(ranks, check_padding)
 
 
 def check_training(rank: int) -> tuple[list[float], list[float], float]:
