@@ -1,7 +1,7 @@
 # Everything on a fresh machine with Python 3.10+ and a C++17 compiler:
 #   make demo    set up, build, and train a small MoE model with and without TopoEP
 #   make test    set up, build, and run all tests
-# Also: make test-slow, make lint, make bench, make clean.
+# Also: make test-slow, make fuzz, make lint, make bench, make clean.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +16,7 @@ TOOLS := numpy setuptools wheel ninja cmake pytest hypothesis scipy rich matplot
 # What a build depends on; Python files are used in place.
 SOURCES := setup.py pyproject.toml tools/toolchain.py $(shell find csrc -type f)
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: demo test test-slow fuzz lint format bench clean
 .DELETE_ON_ERROR:
 
 $(VENV)/tools.stamp: Makefile
@@ -49,6 +49,12 @@ test: $(VENV)/build.stamp $(VENV)/nvcc.stamp
 
 test-slow: $(VENV)/build.stamp $(VENV)/nvcc.stamp
 	TOPOEP_TEST_EXAMPLES=20 $(RUN) -m pytest --durations=15 -m "not gpu and not nccl"
+
+# Seeds are printed; FIRST=.. continues where the last run ended.
+FIRST ?= 1
+fuzz: $(VENV)/build.stamp
+	$(RUN) -m tests.fuzz_plans --first $(FIRST) --plans 100000 --kernels 2000
+	$(RUN) -m tests.distributed.fuzz_experts --first $(FIRST) --number 300
 
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.cuh' '*.cu')
 
