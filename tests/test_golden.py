@@ -15,8 +15,8 @@ def test_plans_are_those_of_the_last_release():
         if kept.get(case, {}).get(planner) != now[case][planner]
     ]
     assert not changed, (
-        f"{len(changed)} plans changed: {changed[:5]}. If that is meant, say so in CHANGELOG.md and "
-        "run python -m tests.golden"
+        f"{len(changed)} plans changed: {changed[:5]}. If that is meant, say so in CHANGELOG.md "
+        "and run python -m tests.golden"
     )
     assert kept.keys() == now.keys()
 

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-
 #: The first NCCL with versioned structs, peer pointers on the host, and team queries.
 NCCL_MINIMUM = (2, 29, 2)
 
