@@ -2,7 +2,7 @@
 #   make demo    set up, build, and train a small MoE model with and without TopoEP
 #   make test    set up, build, and run all tests
 # Also: make example-transformers, make example-torchtitan, make test-frameworks,
-#       make test-slow, make lint, make bench, make clean.
+#       make test-slow, make fuzz, make lint, make bench, make clean.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,7 +19,7 @@ TOOLS := numpy setuptools wheel ninja cmake pytest hypothesis scipy rich matplot
 # What a build depends on; Python files are used in place.
 SOURCES := setup.py pyproject.toml tools/toolchain.py $(shell find csrc -type f)
 
-.PHONY: demo test test-slow test-frameworks example-transformers example-torchtitan lint format \
+.PHONY: demo test test-slow test-frameworks example-transformers example-torchtitan fuzz lint format \
         bench bench-adapters clean
 .DELETE_ON_ERROR:
 
@@ -38,7 +38,7 @@ $(VENV)/nvcc.stamp: $(VENV)/tools.stamp
 	touch $@
 
 $(VENV)/build.stamp: $(VENV)/tools.stamp $(SOURCES)
-	$(PIP) --no-build-isolation --no-deps -e .
+	TOPOEP_WERROR=1 $(PIP) --no-build-isolation --no-deps -e .
 	touch $@
 
 demo: $(VENV)/build.stamp
@@ -47,7 +47,7 @@ demo: $(VENV)/build.stamp
 test: $(VENV)/build.stamp $(VENV)/nvcc.stamp
 	$(VENV)/bin/cmake -S . -B build/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \
 	    -DTOPOEP_SANITIZE=address,undefined >/dev/null
-	$(VENV)/bin/cmake --build build/cmake >/dev/null
+	$(VENV)/bin/cmake --build build/cmake >build/cmake.log || { cat build/cmake.log; exit 1; }
 	$(VENV)/bin/ctest --test-dir build/cmake --output-on-failure
 	$(RUN) -m pytest --durations=15 -m "not slow and not gpu and not nccl"
 
@@ -72,6 +72,12 @@ example-torchtitan: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
 
 bench-adapters: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
 	$(RUN_FRAMEWORKS) benchmarks/bench_adapters.py
+
+# Seeds are printed; FIRST=.. continues where the last run ended.
+FIRST ?= 1
+fuzz: $(VENV)/build.stamp
+	$(RUN) -m tests.fuzz_plans --first $(FIRST) --plans 100000 --kernels 2000
+	$(RUN) -m tests.distributed.fuzz_experts --first $(FIRST) --number 300
 
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.cuh' '*.cu')
 

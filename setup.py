@@ -4,7 +4,7 @@
 Environment variables (all optional):
     TOPOEP_CUDA       auto (default): kernels if torch is a CUDA build and nvcc fits it;
                       1: required, even with a CPU build of torch (a compile check); 0: left out
-    TOPOEP_NCCL       auto, 1 or 0, likewise for what needs the headers of NCCL >= 2.28
+    TOPOEP_NCCL       auto, 1 or 0, likewise for what needs the headers of NCCL >= 2.29.2
     TOPOEP_CUDA_ARCH  comma-separated SM versions, default 80,90,100 (those that nvcc knows)
     CUDA_HOME         the toolkit to use        TOPOEP_NCCL_HOME  a folder with include/nccl.h
     MAX_JOBS          parallel compilations     CXX               the host compiler
@@ -70,7 +70,7 @@ def decide_nccl(cuda_home):
     if cuda_home is None:
         reason = "it needs the CUDA kernels, which are left out"
     elif found is None:
-        reason = "no nccl.h with nccl_device.h (NCCL >= 2.28) found; set TOPOEP_NCCL_HOME"
+        reason = "no nccl.h with nccl_device.h (NCCL >= 2.29.2) found; set TOPOEP_NCCL_HOME"
     else:
         include, version = found
         return include, version, f"headers of NCCL {version}"
@@ -121,7 +121,7 @@ class Plan:
 
     def sources(self):
         left_out = set()
-        left_out |= set() if self.cuda_home else {"ops_cuda"}
+        left_out |= set() if self.cuda_home else {"cuda_place", "ops_cuda", "ops_plane", "planes"}
         left_out |= set() if self.nccl_include else {"ops_nccl"}
         folders = ["cpu", "bindings"]
         folders += ["cuda"] if self.cuda_home else []
@@ -140,7 +140,8 @@ class Plan:
         system += [self.nccl_include] if self.nccl_include else []
         return [
             "-O3", "-g0", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off",
-            "-fwrapv", "-Wall", "-Wextra", f"-DTORCH_TARGET_VERSION={STABLE_ABI}",
+            "-fwrapv", "-Wall", "-Wextra", *(["-Werror"] if choice("TOPOEP_WERROR") == "1" else []),
+            f"-DTORCH_TARGET_VERSION={STABLE_ABI}",
             f"-I{CSRC}", f"-I{build}", *(f"-isystem {folder}" for folder in system),
         ]  # fmt: skip
 
@@ -150,6 +151,7 @@ class Plan:
             "-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off",
             *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.archs),
             f"-gencode=arch=compute_{newest},code=compute_{newest}", f"-I{CSRC}",
+            *([f"-isystem {self.nccl_include}"] if self.nccl_include else []),
         ]  # fmt: skip
 
     def link_flags(self):
@@ -204,7 +206,10 @@ class NinjaBuild(build_ext):
         if not header.exists() or header.read_text() != text:
             header.write_text(text)
         (build / "build.ninja").write_text(plan.ninja_file(build, output))
-        jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+        asked = os.environ.get("MAX_JOBS", "")
+        if asked and not (asked.isdecimal() and int(asked) > 0):
+            sys.exit(f"MAX_JOBS={asked!r}: expected a positive number of compilations")
+        jobs = ["-j", asked] if asked else []
         subprocess.run(["ninja", "-C", str(build), *jobs], check=True)
 
 

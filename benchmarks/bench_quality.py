@@ -370,21 +370,40 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
+COMPACT = (  # tables with many rows
+    "planners per R",
+    "planners per group",
+    "severe",
+    "losses",
+    "losses to moved homes",
+    "cells",
+)
+
+
+def compact(cells: Sequence[Row]) -> list[Row]:
+    """The cells, those of a group, R and S as one."""
+    keys = ("group", "R", "S", "planner")
+    columns = (*keys, "imbalance", "copies", "topoep", "cells", "won", "lost", "instances lost")
+    return [{column: row[column] for column in columns} for row in summary(cells, keys)]
+
+
 def write(result: dict[str, Any], target: Path) -> None:
-    """JSON with a table row per line; the many cells as lists of values behind their columns."""
+    """JSON with a row per line; long tables are lists of values behind their columns."""
     target.parent.mkdir(parents=True, exist_ok=True)
 
     def rounded(value: object) -> object:
-        return round(value, 4) if isinstance(value, float) else value
+        return round(value, 4 if abs(value) < 10 else 1) if isinstance(value, float) else value
 
     parts = []
-    for name, value in result.items():
+    for name, value in {**result, "cells": compact(result["cells"])}.items():
         text = json.dumps(value)
         if isinstance(value, list):
             rows: list[Any] = [{key: rounded(v) for key, v in row.items()} for row in value]
-            if name == "cells":
+            if name in COMPACT and rows:
                 rows = [list(value[0]), *(list(row.values()) for row in rows)]
-            text = "[" + ",".join(f"\n  {json.dumps(row)}" for row in rows) + "]"
+            text = (
+                "[" + ",".join(f"\n{json.dumps(row, separators=(',', ':'))}" for row in rows) + "]"
+            )
         parts.append(f" {json.dumps(name)}: {text}")
     target.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
@@ -392,16 +411,19 @@ def write(result: dict[str, Any], target: Path) -> None:
 # ---- all of it -----------------------------------------------------------------------------------
 
 
-def measure(quick: bool, fresh: int | None, trace: Path | None) -> tuple[dict[str, Any], list[Row]]:
+def measure(
+    quick: bool, fresh: int | None, trace: Path | None, most_seeds: int
+) -> tuple[dict[str, Any], list[Row]]:
     """The result for the tables and the JSON, and the rows of the curve, for the plot."""
     begin = time.perf_counter()
     first_seed = 0 if fresh is None else 10_000 * (1 + fresh)
     grid = quick_grid() if quick else full_grid()
+    grid = [dataclasses.replace(load, seeds=min(load.seeds, most_seeds)) for load in grid]
     if trace:
         grid.append(trace_load(trace))
     main_loads = [load for load in grid if load.group == "main"]
     severe = [(32, 128)] if quick else [(32, 128), (64, 256), (128, 256)]
-    severe_seeds = range(first_seed, first_seed + (2 if quick else 6))
+    severe_seeds = range(first_seed, first_seed + min(2 if quick else 6, most_seeds))
     cells: list[Row] = []
     losses: list[Row] = []
     curve: list[Row] = []
@@ -457,21 +479,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--fresh", type=int, metavar="SEED", help="other seeds than the default; no pictures"
     )
+    parser.add_argument("--seeds", type=int, default=12, help="at most so many per load")
     parser.add_argument("--trace", type=Path, help="also plan for a trace.npz of topoep.demo")
     parser.add_argument("--json", type=Path, help="where to write (default: benchmarks/results)")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    result, curve = measure(arguments.quick, arguments.fresh, arguments.trace)
+    result, curve = measure(arguments.quick, arguments.fresh, arguments.trace, arguments.seeds)
     show(result)
     name = "bench_quality" + ("_quick" if arguments.quick else "")
     name += "" if arguments.fresh is None else f"_fresh{arguments.fresh}"
     target = arguments.json or RESULTS / f"{name}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
     if arguments.fresh is None:
         plot_tradeoff(result["cells"], curve, target.with_suffix(".png"))
         lines = sequence_lines(result["first seed"])
         plot_sequences(lines, WINDOW, target.with_name(f"{target.stem}_sequence.png"))
-    else:
-        del result["cells"]  # the default grid has them; losses are listed one by one anyway
     write(result, target)
 
 

@@ -23,6 +23,8 @@ SHAPES = [
     (64, 256, 1),
     (64, 256, 2),
     (64, 256, 4),
+    (64, 256, 8),
+    (64, 256, 16),
     (64, 512, 2),
     (128, 256, 2),
     (128, 512, 2),
@@ -70,14 +72,16 @@ def measure(ranks: int, experts: int, spare: int, device: str) -> dict[str, obje
 
 
 def plot(rows: list[dict[str, object]], device: str) -> None:
-    """Time against R, a line per E, on logarithmic axes."""
+    """Time against R, a line per E, and against S."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     column = next(name for name in rows[0] if name.endswith("candidates us"))
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, (axes, by_slots) = plt.subplots(
+        1, 2, figsize=(9.5, 4.2), layout="constrained", width_ratios=(2, 1)
+    )
     for experts in sorted({row["E"] for row in rows}):
         line = [row for row in rows if row["E"] == experts and row["S"] == 2]
         if len(line) > 1:
@@ -95,6 +99,10 @@ def plot(rows: list[dict[str, object]], device: str) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
+    line = [row for row in rows if (row["R"], row["E"]) == (64, 256)]
+    by_slots.plot([row["S"] for row in line], [row[column] / 1e3 for row in line], marker="o")
+    by_slots.set(xlabel="spare slots S", ylabel="milliseconds", title="R = 64, E = 256", ylim=0)
+    by_slots.grid(alpha=0.3)
     figure.savefig(RESULTS / f"bench_solve_{device}.png", dpi=120)
 
 

@@ -266,6 +266,22 @@ def concentrated(
     return rng.multinomial(TOKENS * top_k, share, (microbatches, ranks)).astype(np.int32)
 
 
+def domain(
+    ranks: int, experts: int, width: float, rng: np.random.Generator, node_ranks: int = 8
+) -> Counts:
+    """Counts ``[R, E]`` of nodes that each have a lognormal popularity of their own."""
+    weights = np.exp(width * rng.standard_normal((ranks // node_ranks, experts)))
+    parts = [sample(inclusion(weight, TOP_K), node_ranks, rng) for weight in weights]
+    return np.concatenate(parts)
+
+
+def collapsed(ranks: int, experts: int, rng: np.random.Generator, heat: float = 200.0) -> Counts:
+    """Counts ``[R, E]`` of a router that sends nearly everything to a few experts."""
+    weights = np.ones(experts)
+    weights[: max(2, experts // 32)] = heat
+    return sample(inclusion(weights, TOP_K), ranks, rng)
+
+
 @dataclass(frozen=True)
 class Trace:
     """Routing recorded from a training run."""

@@ -10,6 +10,7 @@ uses :func:`examples`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +22,13 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
-from topoep import Balance, Candidate, Even, Plan, Topology
+from topoep import Balance, Candidate, CostModel, Even, Plan, Time, Topology
+from topoep.cost_model import HARDWARE, MAX_COST, MAX_INTERFERENCE
 from topoep.objective import Objective
 
 Matrix = npt.NDArray[np.floating]
 
-MAX_RANKS, MAX_HOME_SLOTS, MAX_SPARE_SLOTS = 24, 8, 4
+MAX_RANKS, MAX_HOME_SLOTS, MAX_SPARE_SLOTS = 24, 8, 8
 MAX_TOKENS = 2**31 - 1
 
 _SCALE = float(os.environ.get("TOPOEP_TEST_EXAMPLES", "1"))
@@ -260,7 +262,7 @@ def random_case(seed: int, kinds: Sequence[str] = tuple(COUNT_KINDS)) -> Case:
         seed,
         node_of_rank=[int(n) for n in node],
         home_slots=int(rng.integers(1, MAX_HOME_SLOTS + 1)),
-        spare_slots=int(rng.integers(0, MAX_SPARE_SLOTS + 1)),
+        spare_slots=int(rng.choice([0, 1, 1, 2, 2, 3, 4, MAX_SPARE_SLOTS])),
     )
 
 
@@ -316,8 +318,9 @@ def tiny_cases(draw: st.DrawFn, *, max_ranks: int = 4, max_tokens: int = 12) -> 
 
 # ---- candidates and objectives -------------------------------------------------------------------
 
-#: All policies that a candidate can name.
-POLICIES = (
+#: All policies that a candidate can name: those of any objective, those that copy for locality
+#: under ``Time``, and matching by transport.
+PLAIN_POLICIES = (
     "F",
     "F0",
     *(
@@ -325,6 +328,8 @@ POLICIES = (
         for digits in itertools.product("012", "02", "01", "012", "02", ("", "a", "A"))
     ),
 )
+LOCAL_POLICIES = tuple(policy + "l" for policy in PLAIN_POLICIES if policy[0] == "H")
+POLICIES = (*PLAIN_POLICIES, *LOCAL_POLICIES, "T")
 
 #: Caps of every rule, tight and loose.
 CAPS = (
@@ -336,14 +341,65 @@ CAPS = (
 
 def candidates() -> st.SearchStrategy[Candidate]:
     """Any cap with any policy."""
-    return st.builds(Candidate, st.sampled_from(CAPS), st.sampled_from(POLICIES))
+    kinds = [PLAIN_POLICIES, LOCAL_POLICIES, ("T",)]
+    return st.builds(Candidate, st.sampled_from(CAPS), st.one_of(*map(st.sampled_from, kinds)))
+
+
+#: What fields of random cost models are drawn from: nothing, small numbers, what models and
+#: hardware give, and the most that is allowed.
+COSTS = (0, 1, 7, 100, 20_000, 3_000_000, MAX_COST)
+INTERFERENCES = (0, 1, 100, 999, MAX_INTERFERENCE)
+_COST_FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(CostModel)
+    if field.name not in ("interference", "sharded")
+)
+
+
+#: Tokens are all that costs, and a handful of them is worth a copy for locality: the plan of a
+#: candidate wins wherever it lowers the largest load, so that it can be compared.
+EAGER_COSTS = CostModel(
+    token=1000, instance=0, copy=0, cross_copy=1, grad=0, cross_grad=0, network_row=1
+)
+
+
+def random_cost_model(seed: int) -> CostModel:
+    """A cost model from a seed alone, for sweeps without hypothesis."""
+    rng = np.random.default_rng(seed)
+    fields = {name: int(rng.choice(COSTS)) for name in _COST_FIELDS}
+    return CostModel(
+        **fields, interference=int(rng.choice(INTERFERENCES)), sharded=bool(rng.integers(2))
+    )
+
+
+def cost_models() -> st.SearchStrategy[CostModel]:
+    """Any constants, and those of real shapes, for which no term is negligible."""
+    any_constants = st.builds(
+        CostModel,
+        **{name: st.sampled_from(COSTS) for name in _COST_FIELDS},
+        interference=st.sampled_from(INTERFERENCES),
+        sharded=st.booleans(),
+    )
+    sizes = st.sampled_from([1, 16, 512, 2048, 7168])
+    real = st.builds(
+        CostModel.from_model,
+        sizes,
+        sizes,
+        hardware=st.sampled_from(list(HARDWARE)),
+        sharded=st.booleans(),
+    )
+    return st.one_of(any_constants, real)
 
 
 def objectives() -> st.SearchStrategy[Objective]:
-    """Both kinds, tolerances from none to one that everything meets."""
+    """All kinds, tolerances from none to one that everything meets."""
     weights = st.sampled_from([1, 2, 3, 8, 1024])
     tolerances = st.sampled_from([0.0, 0.0001, 0.01, 0.02, 0.1, 0.5, 1000.0])
-    return st.one_of(st.builds(Balance, tolerances, weights), st.builds(Even, weights))
+    return st.one_of(
+        st.builds(Balance, tolerances, weights),
+        st.builds(Even, weights),
+        st.builds(Time, cost_models(), weights),
+    )
 
 
 # ---- plans and ids -------------------------------------------------------------------------------

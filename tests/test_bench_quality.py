@@ -23,7 +23,8 @@ BENCHMARKS = Path(bench_quality.__file__).parent
 #: (load, S, planner) that lose, with the reason. All have S >= 2; fixing one needs no change here.
 KNOWN_LOSSES = {
     # 4 of 16 ranks have 16 equal experts each, and all spare slots of the others just suffice: the
-    # node step splits what it exports into more pieces than there are slots.
+    # node step splits what it exports into more pieces than there are slots. In W5 half of the
+    # ranks have no tokens; of our policies only matching by transport ("T") finds as few copies.
     ("W1", 4, "UltraEP one domain"),
     ("W1", "own", "MoonEP"),
     ("W5", "own", "MoonEP"),
@@ -47,8 +48,9 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads((folder / "out.json").read_text())
-    columns, *rows = result["cells"]
-    result["cells"] = [dict(zip(columns, row, strict=True)) for row in rows]
+    for name in bench_quality.COMPACT:
+        columns, *rows = result[name] or [[]]
+        result[name] = [dict(zip(columns, row, strict=True)) for row in rows]
     return result, done.stdout, folder
 
 
@@ -82,7 +84,7 @@ def test_every_planner_and_group_is_there(quick):
 
 def test_numbers_make_sense(quick):
     result, _, _ = quick
-    for row in result["cells"]:
+    for row in result["planners per group"]:
         assert 1 <= row["imbalance"] <= row["worst"]
         assert row["copies"] <= row["published"]
         assert row["topoep"] <= row["topoep published"]
@@ -92,7 +94,6 @@ def test_numbers_make_sense(quick):
             assert row["copies"] == row["topoep"] == 0
             assert row["imbalance"] == row["before"]
         if row["planner"] == "UltraEP per node":
-            assert row["cross %"] <= row["cross % before"] + 1e-6
             assert row["copies"] == row["published"]
     for row in result["severe"]:
         assert 1 <= row["bound"] <= row["topoep"] + 1e-6 <= row["worst"] + 2e-6
@@ -101,8 +102,9 @@ def test_numbers_make_sense(quick):
         assert columns[0] > columns[-1] > 0
 
 
-def test_pictures_are_written(quick):
+def test_results_are_small_and_pictures_are_written(quick):
     _, _, folder = quick
+    assert (folder / "out.json").stat().st_size < 60_000
     for name in ("out.png", "out_sequence.png"):
         assert (folder / name).stat().st_size > 10_000
 

@@ -365,7 +365,7 @@ def test_other_weights_of_a_copy_are_refused(make: Callable[..., object], weight
 
 @pytest.mark.parametrize("tolerance", [-0.01, 1000.5, float("nan"), float("inf")])
 def test_other_tolerances_are_refused(tolerance: float) -> None:
-    with refused(ValueError, f"tolerance={tolerance}", "0 to 1000"):
+    with refused(ValueError, f"tolerance is {tolerance}", "from 0 to 1000"):
         Balance(tolerance)
 
 
@@ -374,7 +374,8 @@ def test_other_tolerances_are_refused(tolerance: float) -> None:
     [
         ([0, 10_000], "objective"),
         ([0, 10_000, 3, 4], "objective"),
-        ([2, 0, 3], "objective kind"),
+        ([3, 0, 3], "objective kind"),
+        ([2, 0, 3], "objective"),
         ([-1, 0, 3], "objective kind"),
         ([0, -1, 3], "tolerance_ppm"),
         ([0, 10**9 + 1, 3], "tolerance_ppm"),

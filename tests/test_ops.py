@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -63,8 +65,29 @@ def test_every_op_has_a_case():
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("topoep::")
     }
-    # doctor's questions have no tensors
-    assert registered - {"build_info", "nccl_status"} == set(CASES)
+    # What makes data planes, and doctor's questions, are no ops on data.
+    administrative = {name for name in registered if name.startswith(("plane_", "nccl_"))}
+    assert registered - administrative - {"build_info"} - ON_CUDA_ONLY == set(CASES)
+
+
+# They move data between GPUs: tests/gpu runs them.
+ON_CUDA_ONLY = {"exchange_counts", "stream_lists", "replicate_", "reduce_across_"}
+
+
+def test_fakes_of_ops_that_need_a_gpu():
+    """torch.compile and graph capture see shapes, and that nothing depends on values."""
+    meta = functools.partial(torch.empty, device="meta")
+    row = meta(8, dtype=torch.int32)
+    counts = ops.exchange_counts(row, 1, 4)
+    assert (counts.shape, counts.dtype, counts.device.type) == ((4, 8), torch.int32, "meta")
+    tables = meta(4, 2, dtype=torch.int32), meta(9, dtype=torch.int32), meta(8, dtype=torch.int32)
+    lists = ops.stream_lists(*tables, 1, 77)
+    assert (lists.shape, lists.dtype) == ((77,), torch.int32)
+    table = meta(1, 2, dtype=torch.int64)
+    assert ops.replicate_(*tables, lists, table, [meta(2, 3)], 1) is None
+    assert ops.reduce_across_(*tables, lists, table, [meta(2, 3)], [meta(2, 3)], 1) is None
+    for name in ON_CUDA_ONLY:
+        assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"topoep::{name}", "CPU")
 
 
 @pytest.mark.parametrize("name", CASES)

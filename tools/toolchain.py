@@ -10,6 +10,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
+#: The first NCCL with versioned structs, peer pointers on the host, and team queries.
+NCCL_MINIMUM = (2, 29, 2)
+
 
 def _nvidia_wheel_folders() -> list[Path]:
     """site-packages/nvidia, where torch's CUDA wheels unpack themselves."""
@@ -59,7 +62,7 @@ def nvcc_archs(cuda_home: Path) -> list[str]:
 
 
 def find_nccl() -> tuple[Path, str] | None:
-    """(include folder, version) of an NCCL with the device API (2.28 or newer)."""
+    """(include folder, version) of an NCCL with its device API at NCCL_MINIMUM or newer."""
     named = os.environ.get("TOPOEP_NCCL_HOME")
     candidates = [Path(named)] if named else []
     candidates += [folder / "nccl" for folder in _nvidia_wheel_folders()]
@@ -69,5 +72,7 @@ def find_nccl() -> tuple[Path, str] | None:
         if (include / "nccl.h").exists() and (include / "nccl_device.h").exists():
             text = (include / "nccl.h").read_text()
             parts = dict(re.findall(r"#define NCCL_(MAJOR|MINOR|PATCH)\s+(\d+)", text))
-            return include, "{MAJOR}.{MINOR}.{PATCH}".format(**parts)
+            version = tuple(int(parts[name]) for name in ("MAJOR", "MINOR", "PATCH"))
+            if version >= NCCL_MINIMUM:
+                return include, ".".join(map(str, version))
     return None

@@ -7,7 +7,7 @@ import hashlib
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -15,38 +15,64 @@ from torch import Tensor
 
 from topoep import ops
 from topoep._version import __version__
-from topoep.checks import check_type
-from topoep.objective import Objective, check_objective
+from topoep.checks import check_int, check_type
+from topoep.debug import check_call, check_plan, debug_mode
+from topoep.objective import Objective, Time, check_objective
 from topoep.plan import MAX_TOKENS, Plan, PlanConfig, check_counts, make_plan
-from topoep.portfolio import Candidate, choose_candidates
+from topoep.portfolio import SOLVERS, Candidate, choose_candidates
 from topoep.recompute import PlanHistory, Replay, in_backward
-from topoep.replicas import Lease, SlotBuffer, release, replicate
+from topoep.replicas import BufferPool, Lease, SlotBuffer, prefetch, release, replicate
 from topoep.topology import Topology
 from topoep.transports import make_transport
 from topoep.transports.base import Weights
+from topoep.transports.plane import DEFAULT_COMM_SMS
 
 MAX_TOP_K = 64  # kMaxTopK in csrc/core/limits.h
 MAX_TENSORS = 16  # kMaxRowParts: weight tensors per expert
 
+MAX_SLOT_BUFFERS = 64
 REPLICA_POLICIES = ("refetch", "keep")
 
 # What all ranks must agree on, in the order of the messages, and which of it is shown as a number.
 _FIELDS = (
     "valid",
     "version",
+    "debug",
     "num_experts",
     "spare_slots",
     "node_of_rank",
     "objective",
+    "cost_model",
+    "solver",
     "candidates",
     "replica_policy",
+    "slot_buffers",
+    "comm_sms",
 )
-_PLAIN_FIELDS = ("num_experts", "spare_slots")
+_PLAIN_FIELDS = ("num_experts", "spare_slots", "slot_buffers", "comm_sms")
 
 #: What a call takes for each rank that the balancer holds: with ``transport="local"`` a list with
 #: one entry per simulated rank, otherwise the entry itself.
 TensorOrList = Tensor | list[Tensor]
 WeightsOrList = Weights | list[Weights]
+
+
+class PendingReplicas:
+    """Copies that are on their way: what :meth:`Balancer.replicate_async` returns."""
+
+    def __init__(self, lease: Lease | None, guests: WeightsOrList) -> None:
+        self._lease = lease
+        self._guests = guests
+
+    def wait(self) -> WeightsOrList:
+        """The weights in the spare slots; what is enqueued after this finds them there.
+
+        Raises:
+            RuntimeError: the slots were filled for another plan since.
+        """
+        if self._lease is not None:
+            self._lease.wait()
+        return self._guests
 
 
 class Balancer:
@@ -68,10 +94,16 @@ class Balancer:
         spare_slots: S, copies of other ranks' experts that a rank can hold at a time.
         group: the expert-parallel process group. None simulates all ranks in this process: calls
             then take and return lists with an entry per rank.
-        transport: ``"auto"``, ``"c10d"`` (any torch.distributed backend) or ``"local"``.
+        transport: ``"nccl"`` (kernels over NCCL's windows, see docs/nccl.md), ``"c10d"`` (any
+            torch.distributed backend), ``"local"``, or ``"auto"``: the first of these that can be
+            used, with a line in the log about the others.
         objective: what makes a plan good; ``Balance(0.01)`` if None.
         replica_policy: ``"refetch"``: all layers share the spare slots, backward fetches the copies
             again; ``"keep"``: every call has its own, kept until its backward.
+        slot_buffers: sets of spare slots per shape of expert weights, for ``"refetch"``: how many
+            plans can be between replicate and release at a time (pipeline schedules that
+            interleave microbatches, or fetch the next layer's copies early).
+        comm_sms: SMs that a transfer kernel of transport ``nccl`` takes.
         solver: ``"portfolio"`` or ``"taot"``, see :func:`topoep.solve`.
         candidates: what to try instead of the default list.
 
@@ -90,14 +122,15 @@ class Balancer:
         transport: str = "auto",
         objective: Objective | None = None,
         replica_policy: str = "refetch",
+        slot_buffers: int = 1,
+        comm_sms: int = DEFAULT_COMM_SMS,
         solver: str = "portfolio",
         candidates: Sequence[Candidate] | None = None,
     ) -> None:
-        self.transport = make_transport(
-            transport, check_type(topology, Topology, "topology"), group
-        )
+        self.transport = make_transport(transport, topology, group, comm_sms)
         problem: Exception | None = None
         try:
+            self._debug = debug_mode()
             objective = check_objective(objective)
             self.config = PlanConfig(topology, num_experts, spare_slots, objective)
             if replica_policy not in REPLICA_POLICIES:
@@ -105,21 +138,47 @@ class Balancer:
                     f"replica_policy={replica_policy!r}; expected one of "
                     f"{', '.join(REPLICA_POLICIES)}"
                 )
+            if not 1 <= check_int(slot_buffers, "slot_buffers") <= MAX_SLOT_BUFFERS:
+                raise ValueError(f"slot_buffers={slot_buffers}; expected 1 to {MAX_SLOT_BUFFERS}")
             self._candidates = choose_candidates(objective, solver, candidates)
-            fields = self._fingerprint(replica_policy)
+            fields = self._fingerprint(solver, replica_policy) | {
+                "slot_buffers": slot_buffers,
+                "comm_sms": comm_sms,
+            }
         except (TypeError, ValueError) as error:
             problem, fields = error, dict.fromkeys(_FIELDS, 0)
         # A rank with a bad argument still takes part, so that the others do not wait for it.
-        gathered = self.transport.gather_config(torch.tensor([fields[f] for f in _FIELDS]))
-        if problem is not None:
-            raise problem
-        _check_agreement(gathered)
+        gathered = self.transport.gather_config(
+            torch.tensor([fields[f] for f in _FIELDS], device="cpu")
+        )
+        try:
+            if problem is not None:
+                raise problem
+            _check_agreement(gathered)
+        except (TypeError, ValueError):  # on every rank
+            self.transport.close()
+            raise
+        self.transport.configure(self.config)
         self.replica_policy = replica_policy
-        self._buffers: dict[object, SlotBuffer] = {}
+        self.slot_buffers = slot_buffers
+        self._pools: dict[object, BufferPool] = {}
         self._histories: weakref.WeakKeyDictionary[object, PlanHistory] = (
             weakref.WeakKeyDictionary()
         )
         self._replay = Replay()
+        self._num_plans = 0
+        # What replicate handed out, by plan and whether in a recomputation, until its release.
+        self._unreleased: dict[tuple[int, bool], list[Tensor]] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Balancer:
+        """Copies of a model share its balancer, as they share its process group."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Balancer belongs to a process group and cannot be pickled; save the model's "
+            "state_dict(), which it is no part of"
+        )
 
     # ---- sizes ---------------------------------------------------------------------------------
 
@@ -148,6 +207,11 @@ class Balancer:
         """The ranks whose data this process holds."""
         return self.transport.held
 
+    @property
+    def num_plans(self) -> int:
+        """Plans made so far; recomputations make none. For monitoring that balancing goes on."""
+        return self._num_plans
+
     # ---- planning ------------------------------------------------------------------------------
 
     def plan(self, topk_ids: TensorOrList, *, layer: object | None = None) -> Plan:
@@ -160,7 +224,7 @@ class Balancer:
             topk_ids: int32 or int64 ``[T, K]``, -1 for padding; T may differ from rank to rank and
                 may be 0.
             layer: the layer this plan is for, if the balancer serves several whose recomputations
-                must be told apart; any hashable, weakly referenced object.
+                must be told apart: its module, or another object that can be weakly referenced.
 
         Raises:
             TypeError: the ids have another dtype.
@@ -172,11 +236,14 @@ class Balancer:
             _check_ids(tensor, self.config.num_ranks)
         history = self.history(self if layer is None else layer)
         if in_backward():
-            replayed = self._replay.next_plan()
+            replayed = self._replay.next_plan(ids)
             return replayed if replayed is not None else history.find(ids)
+        self._debug_check("plan")
         counted = [ops.histogram(tensor, self.num_experts) for tensor in ids]
         counts = self.transport.exchange([counts for counts, _ in counted])
-        invalid = torch.stack([invalid for _, invalid in counted]).sum(dtype=torch.int32)
+        invalid = counted[0][1]
+        if len(counted) > 1:
+            invalid = torch.stack([invalid for _, invalid in counted]).sum(dtype=torch.int32)
         plan = self._make_plan(counts, invalid, ids)
         history.add(plan)
         self._replay.record(plan)
@@ -192,6 +259,7 @@ class Balancer:
             TypeError, ValueError: as for :func:`topoep.solve`.
         """
         check_counts(counts, self.config)
+        self._debug_check("plan_from_counts")
         return self._make_plan(counts, None, ())
 
     def checkpoint_contexts(
@@ -209,13 +277,24 @@ class Balancer:
         self, counts: Tensor, num_invalid: Tensor | None, ids: tuple[Tensor, ...]
     ) -> Plan:
         rank = self.held_ranks[0] if len(self.held_ranks) == 1 else None
-        return make_plan(
+        plan = make_plan(
             self.config, counts, self._candidates, rank, num_invalid, owner=self, topk_ids=ids
         )
+        if self._debug:
+            check_plan(plan, self.transport)
+        self._num_plans += 1
+        self.transport.prepare(plan)
+        return plan
 
     def history(self, layer: object) -> PlanHistory:
         """The plans of one layer that backward may still need."""
-        return self._histories.setdefault(layer, PlanHistory())
+        try:
+            return self._histories.setdefault(layer, PlanHistory())
+        except TypeError:
+            raise TypeError(
+                f"layer is a {type(layer).__name__}; expected an object that can be weakly "
+                "referenced, such as the layer's module"
+            ) from None
 
     # ---- routing -------------------------------------------------------------------------------
 
@@ -275,6 +354,25 @@ class Balancer:
             TypeError, ValueError: bad weights, or a plan of another balancer.
             RuntimeError: the slots hold copies that another layer's backward still needs.
         """
+        return self.replicate_async(weights, plan).wait()
+
+    def replicate_async(self, weights: WeightsOrList, plan: Plan) -> PendingReplicas:
+        """As :meth:`replicate`, beside what is enqueued before ``wait()`` on the result.
+
+        With transport ``nccl`` the copies travel on a stream of their own while the current stream
+        computes, say, the home experts; ``wait`` makes the current stream wait, not the host. The
+        other transports have done it when this returns.
+
+        Args:
+            weights: as for :meth:`replicate`.
+            plan: from this balancer.
+
+        Returns:
+            An object whose ``wait()`` returns what :meth:`replicate` does.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as for :meth:`replicate`.
+        """
         self._check_plan(plan)
         per_rank = self._held_weights(weights, self.config.experts_per_rank, "weights", plan)
         for tensors in per_rank:
@@ -284,22 +382,30 @@ class Balancer:
                         f"weights holds a tensor of shape {tuple(tensor.shape)} and strides "
                         f"{tensor.stride()}; expected contiguous tensors (tensor.contiguous())"
                     )
-        lease = Lease(self.transport, self._buffer(per_rank), plan, per_rank)
-        plan.usage.leases.append(weakref.ref(lease))
+        self._debug_check("replicate", plan, per_rank[0])
         flat = [t for tensors in per_rank for t in tensors]
+        lease: Lease | None = None
         if self.spare_slots == 0:
             guests = tuple(t.new_empty((0, *t.shape[1:])) for t in flat)
         else:
+            self._forget_unreleased(plan)
+            lease = Lease(
+                self.transport, self._pool(per_rank), plan, per_rank, _twin(plan, per_rank)
+            )
             guests = replicate(lease, flat)
+            plan.usage.current(in_backward()).leases.append(weakref.ref(lease))
+            self._unreleased.setdefault((plan.token, in_backward()), []).extend(guests)
         size = len(per_rank[0])
         grouped = [guests[i : i + size] for i in range(0, len(guests), size)]
-        return grouped if isinstance(weights, list) else grouped[0]
+        return PendingReplicas(lease, grouped if isinstance(weights, list) else grouped[0])
 
     def release(self, outputs: TensorOrList, plan: Plan) -> TensorOrList:
         """Identity on the output of the experts that hands the spare slots to the next layer.
 
-        Its backward, which runs before that of the experts, fetches the copies again. Without it
-        (or with the policy "keep") the slots stay taken until backward has run.
+        Its backward, which runs before that of the experts, fetches the copies again. Call it with
+        either policy, on every rank, also where the experts used no copy: it ties the copies to the
+        output, so that their gradients, which are collective, are brought home by all ranks.
+        Without it the slots stay taken until backward has run.
 
         Args:
             outputs: what the experts computed with the copies of ``plan``.
@@ -307,10 +413,77 @@ class Balancer:
         """
         self._check_plan(plan)
         held = self._held(outputs, "outputs")
-        if self.replica_policy == "refetch" and self.spare_slots > 0:
-            leases = [lease for ref in plan.usage.leases if (lease := ref()) is not None]
-            held = tuple(release(leases, held))
+        usage = plan.usage.recomputed if in_backward() else plan.usage.forward
+        leases = usage.alive()
+        for lease in leases:
+            lease.end_use()
+        if leases:
+            guests = self._unreleased.pop((plan.token, in_backward()), [])
+            held = tuple(release(leases, guests, held, refetch=self.replica_policy == "refetch"))
+        usage.released = True
         return self._like(outputs, list(held))
+
+    def _forget_unreleased(self, plan: Plan) -> None:
+        """Lets go of the oldest copies that were never released: their step has raised, perhaps.
+
+        As many plans as can be in use at a time, with this one, are remembered.
+        """
+        most = self.slot_buffers if self.replica_policy == "refetch" else MAX_SLOT_BUFFERS
+        others = [key for key in self._unreleased if key != (plan.token, in_backward())]
+        for key in others[: max(len(others) + 1 - most, 0)]:
+            del self._unreleased[key]
+
+    def prefetch(self, outputs: TensorOrList, plan: Plan) -> TensorOrList:
+        """Identity on the output of the layer whose backward starts to fetch the copies again.
+
+        For layers that send outputs back to other ranks after :meth:`release`: with transport
+        ``nccl`` the copies then travel beside the gradients. Optional.
+
+        Args:
+            outputs: what was computed from the released outputs, say the combined tokens.
+            plan: the plan given to :meth:`release`.
+        """
+        self._check_plan(plan)
+        held = self._held(outputs, "outputs")
+        usage = plan.usage.recomputed if in_backward() else plan.usage.forward
+        leases = usage.alive()
+        if self.replica_policy == "refetch" and leases:
+            held = tuple(prefetch(leases, held))
+        return self._like(outputs, list(held))
+
+    def share_weights(self, weights: Sequence[Tensor]) -> None:
+        """Moves home weights to memory that other ranks can read. Collective, once, at set-up.
+
+        Transport ``nccl`` reads weights where they are, which takes such memory; for weights
+        elsewhere it copies all home experts there before every transfer. Each tensor keeps its
+        identity and its values and gets other storage (``tensor.data``), so call it after the model
+        is on its device, and before anything that remembers storage, such as a CUDA graph.
+        ``BalancedExperts`` does it by itself. Other transports need nothing.
+
+        Args:
+            weights: contiguous tensors or parameters ``[H, ...]``, in the same order on all ranks.
+
+        Raises:
+            TypeError, ValueError: what is given is not contiguous tensors with H rows.
+        """
+        rows = self.config.experts_per_rank * len(self.held_ranks)
+        for tensor in weights:
+            check_type(tensor, Tensor, "a tensor of weights")
+            if tensor.dim() < 1 or tensor.shape[0] != rows or not tensor.is_contiguous():
+                raise ValueError(
+                    f"weights holds a tensor of shape {tuple(tensor.shape)}; expected contiguous "
+                    f"tensors with {rows} experts in dimension 0"
+                )
+        with torch.no_grad():
+            self.transport.share(list(weights))
+
+    def close(self) -> None:
+        """Frees what the transport holds; collective. Nothing may be called on this after it.
+
+        Only transport ``nccl`` holds anything that outlives the balancer. A process may also end
+        without this.
+        """
+        self.transport.close()
 
     def reduce_grads(self, slot_grads: WeightsOrList, plan: Plan, out: WeightsOrList) -> None:
         """Adds the gradients of all copies to the gradients at home, and zeroes them. Collective.
@@ -346,12 +519,20 @@ class Balancer:
                     raise ValueError(
                         "out must be contiguous floating-point tensors; it is changed in place"
                     )
+        self._debug_check("reduce_grads", plan, (*grads[0], *homes[0]))
         if self.spare_slots > 0:
             with torch.no_grad():
                 self.transport.reduce_grads(plan, grads, homes)
                 for tensors in grads:
                     for grad in tensors:
                         grad.zero_()
+
+    def _debug_check(
+        self, call: str, plan: Plan | None = None, tensors: Sequence[Tensor] = ()
+    ) -> None:
+        """With ``TOPOEP_DEBUG=1``: raises on all ranks unless all make the same call."""
+        if self._debug and not in_backward():
+            check_call(call, plan, self.transport, tensors)
 
     # ---- checks --------------------------------------------------------------------------------
 
@@ -395,7 +576,7 @@ class Balancer:
             if not 1 <= len(tensors) <= MAX_TENSORS:
                 raise ValueError(
                     f"{name} has {len(tensors)} tensors; expected 1 to {MAX_TENSORS} "
-                    "(kMaxRowParts); call replicate several times for more"
+                    "(kMaxRowParts)" + ("; call replicate again for the rest" if tensors else "")
                 )
             for tensor in tensors:
                 if not isinstance(tensor, Tensor):
@@ -414,28 +595,52 @@ class Balancer:
                     )
         return per_rank
 
-    def _buffer(self, weights: Sequence[Weights]) -> SlotBuffer:
+    def _pool(self, weights: Sequence[Weights]) -> BufferPool:
         """The slots for weights of this shape: shared, or new ones for every call with "keep"."""
-        if self.replica_policy == "keep":
-            return SlotBuffer(weights, self.spare_slots)
-        key = tuple((t.shape[1:], t.dtype, t.device) for t in weights[0])
-        if key not in self._buffers:
-            self._buffers[key] = SlotBuffer(weights, self.spare_slots)
-        return self._buffers[key]
+        like = [tuple(t.new_empty((0, *t.shape[1:])) for t in tensors) for tensors in weights]
 
-    def _fingerprint(self, replica_policy: str) -> dict[str, int]:
+        def make() -> SlotBuffer:
+            return SlotBuffer(like, self.spare_slots)
+
+        if self.replica_policy == "keep":
+            return BufferPool(make, 1)
+        key = _shapes(weights)
+        if key not in self._pools:
+            self._pools[key] = BufferPool(make, self.slot_buffers)
+        return self._pools[key]
+
+    def _fingerprint(self, solver: str, replica_policy: str) -> dict[str, int]:
         """The values of ``_FIELDS`` on this rank, as integers."""
         packed = [candidate.pack() for candidate in self._candidates]
+        objective = self.config.objective
+        cost_model = objective.cost_model if isinstance(objective, Time) else None
         return {
             "valid": 1,
             "version": _digest(__version__),
+            "debug": int(self._debug),
             "num_experts": self.num_experts,
             "spare_slots": self.spare_slots,
             "node_of_rank": _digest(self.topology.node_of_rank),
-            "objective": _digest(self.config.objective.to_ints()),
+            # Kind, tolerance and weight; the cost model behind them is a field of its own.
+            "objective": _digest(objective.to_ints()[:3]),
+            "cost_model": _digest(cost_model and cost_model.to_ints()),
+            "solver": SOLVERS.index(solver),
             "candidates": _digest(packed),
             "replica_policy": REPLICA_POLICIES.index(replica_policy),
         }
+
+
+def _shapes(weights: Sequence[Weights]) -> object:
+    return tuple((t.shape[1:], t.dtype, t.device) for t in weights[0])
+
+
+def _twin(plan: Plan, weights: Sequence[Weights]) -> Lease | None:
+    """In a recomputation: the forward pass's lease of the same weights, where that is certain."""
+    if not in_backward() or plan.usage.replications != 1:
+        return None
+    shapes = _shapes(weights)
+    alike = [lease for lease in plan.usage.forward.alive() if _shapes(lease.weights) == shapes]
+    return alike[0] if len(alike) == 1 else None
 
 
 def _digest(value: object) -> int:

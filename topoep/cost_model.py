@@ -8,11 +8,13 @@ predictions.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
-from topoep.checks import check_int
+from topoep.checks import check_int, check_number, check_type
 
 MAX_COST = 2**29  # kMaxCost in csrc/core/limits.h
+MAX_INTERFERENCE = 1000  # kMaxInterference
 _SIZE_OF = {"bfloat16": 2, "float16": 2, "float32": 4, "float8": 1}
 
 
@@ -30,6 +32,10 @@ class Hardware:
         nics_per_node: NICs that share a node's network traffic.
         ranks_per_node: GPUs of a node.
         grad_bandwidth: bytes/s at which a rank pulls gradients inside its node.
+
+    Raises:
+        TypeError: a field is no number, or one that counts is no int.
+        ValueError: a field is not positive and finite, or the efficiency is above 1.
     """
 
     name: str
@@ -44,9 +50,13 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name != "name" and not value > 0:
-                raise ValueError(f"Hardware {field.name}={value!r}; expected a positive number")
+            if field.name == "name":
+                continue
+            name, value = f"Hardware.{field.name}", getattr(self, field.name)
+            if check_number(value, name, 1.0 if field.name == "efficiency" else math.inf) == 0:
+                raise ValueError(f"{name} is {value!r}; expected a positive number")
+        check_int(self.nics_per_node, "Hardware.nics_per_node")
+        check_int(self.ranks_per_node, "Hardware.ranks_per_node")
 
 
 def _preset(name: str, flops: float, efficiency: float, memory: float, link: float) -> Hardware:
@@ -99,8 +109,8 @@ class CostModel:
         sharded: whether network copies are cut over a node's NICs.
 
     Raises:
-        TypeError: a field is no int.
-        ValueError: a field is negative or above ``MAX_COST``.
+        TypeError: a field is no int, or ``sharded`` no bool.
+        ValueError: a field is negative or above ``MAX_COST``, ``interference`` above 1000.
     """
 
     token: int
@@ -118,12 +128,19 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
+            name, value = f"CostModel.{field.name}", getattr(self, field.name)
             if field.name == "sharded":
-                continue
-            value = check_int(getattr(self, field.name), f"CostModel.{field.name}")
-            if not 0 <= value <= MAX_COST:
+                check_type(value, bool, name)
+            elif field.name == "interference":
+                if not 0 <= check_int(value, name) <= MAX_INTERFERENCE:
+                    raise ValueError(
+                        f"{name}={value}; expected 0 to {MAX_INTERFERENCE} parts per thousand "
+                        "(kMaxInterference)"
+                    )
+            elif not 0 <= check_int(value, name) <= MAX_COST:
                 raise ValueError(
-                    f"CostModel.{field.name}={value}; expected 0 to {MAX_COST} ns (kMaxCost)"
+                    f"{name}={value}; expected 0 to {MAX_COST} ns (kMaxCost), about half a second; "
+                    "are the sizes and the units right?"
                 )
 
     @classmethod
@@ -153,16 +170,26 @@ class CostModel:
             hide_grads_us: what else in backward hides the gradients' way home.
 
         Raises:
-            ValueError: an unknown preset or dtype, or a size that is not positive.
+            TypeError: an argument is of another type.
+            ValueError: an unknown preset or dtype, a size that is not positive, an overlap that is
+                not a share, a negative time, or a cost above ``MAX_COST``.
         """
         if isinstance(hardware, str):
             if hardware not in HARDWARE:
-                raise ValueError(f"hardware {hardware!r}; presets are {', '.join(HARDWARE)}")
+                raise ValueError(
+                    f"hardware {hardware!r}; presets are {', '.join(HARDWARE)}, anything else "
+                    "takes a topoep.Hardware"
+                )
             hardware = HARDWARE[hardware]
+        check_type(hardware, Hardware, "hardware")
         if dtype not in _SIZE_OF:
             raise ValueError(f"dtype {dtype!r}; expected one of {', '.join(_SIZE_OF)}")
         if check_int(hidden, "hidden") < 1 or check_int(intermediate, "intermediate") < 1:
             raise ValueError(f"hidden={hidden}, intermediate={intermediate}; both must be positive")
+        check_type(sharded, bool, "sharded")
+        check_type(dedup, bool, "dedup")
+        check_number(overlap, "overlap", 1.0)
+        check_number(hide_grads_us, "hide_grads_us", unit="microseconds")
         size = _SIZE_OF[dtype]
         weights = 3 * hidden * intermediate
         weight_bytes = weights * size
@@ -179,7 +206,7 @@ class CostModel:
         grads = 4 * weights
 
         def ns(seconds: float) -> int:
-            return max(1, round(seconds * 1e9))
+            return max(1, round(seconds * 1e9))  # no part of a layer is free
 
         return cls(
             token=ns(both),
@@ -195,9 +222,9 @@ class CostModel:
                 * hardware.ranks_per_node
                 / (hardware.nics_per_node * hardware.nic_bandwidth)
             ),
-            hide_forward=ns(overlap * forward),
-            hide_backward=ns(overlap * (both - forward)),
-            hide_grads=ns(hide_grads_us * 1e-6),
+            hide_forward=round(overlap * forward * 1e9),
+            hide_backward=round(overlap * (both - forward) * 1e9),
+            hide_grads=round(hide_grads_us * 1e3),
             sharded=sharded,
         )
 
@@ -231,22 +258,32 @@ class CostModel:
             overlap: share of the home experts' compute that can hide transfers.
             hide_grads_us: what else in backward hides the gradients' way home.
             sharded: whether ``cross_copy_us`` was measured with the copy cut over all NICs.
+
+        Raises:
+            TypeError: an argument is of another type.
+            ValueError: a time is negative or above ``MAX_COST``, or a share is not in [0, 1].
         """
 
-        def ns(us: float) -> int:
-            return round(us * 1e3)
+        def ns(us: float, name: str) -> int:
+            return round(1e3 * check_number(us, name, MAX_COST / 1e3, "microseconds (kMaxCost)"))
 
+        token = ns(token_us, "token_us")
+        copy, cross_copy = ns(copy_us, "copy_us"), ns(cross_copy_us, "cross_copy_us")
+        forward = check_number(forward_share, "forward_share", 1.0)
+        hidden = 1e3 * check_number(overlap, "overlap", 1.0) * token_us
         return cls(
-            token=ns(token_us),
-            instance=ns(instance_us),
-            copy=ns(copy_us),
-            cross_copy=ns(cross_copy_us),
-            grad=ns(2 * copy_us if grad_us is None else grad_us),
-            cross_grad=ns(2 * cross_copy_us if cross_grad_us is None else cross_grad_us),
-            network_row=ns(network_row_us),
-            hide_forward=ns(overlap * forward_share * token_us),
-            hide_backward=ns(overlap * (1 - forward_share) * token_us),
-            hide_grads=ns(hide_grads_us),
+            token=token,
+            instance=ns(instance_us, "instance_us"),
+            copy=copy,
+            cross_copy=cross_copy,
+            grad=2 * copy if grad_us is None else ns(grad_us, "grad_us"),
+            cross_grad=2 * cross_copy
+            if cross_grad_us is None
+            else ns(cross_grad_us, "cross_grad_us"),
+            network_row=ns(network_row_us, "network_row_us"),
+            hide_forward=round(hidden * forward),
+            hide_backward=round(hidden * (1 - forward)),
+            hide_grads=ns(hide_grads_us, "hide_grads_us"),
             sharded=sharded,
         )
 

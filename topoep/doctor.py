@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from topoep._library import BUILD_INFO
 from topoep._version import __version__
+from topoep.transports.nccl import local_problem
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ def _find_nccl() -> Finding:
         return Finding(
             "NCCL",
             f"support not built: {BUILD_INFO['nccl_reason']}",
-            "c10d over NCCL works without; this is for device-initiated transfers only",
+            "transport c10d works without; transport nccl needs it: see docs/nccl.md",
         )
-    compiled, loaded, problem = torch.ops.topoep.nccl_status()
+    compiled, loaded, problem = torch.ops.topoep.nccl_status(True)
     state = f"compiled with {_nccl_version(compiled)}"
     state += f", loaded {_nccl_version(loaded)}" if loaded else ", none loaded"
     return Finding("NCCL", state, problem)
@@ -80,13 +81,34 @@ def _find_transports() -> list[Finding]:
         )
         if available
     ]
+    c10d = f"usable over {', '.join(backends)}" if backends else "not usable"
+    in_node = local_problem(None)
+    across = in_node or (torch.ops.topoep.nccl_status(True)[2])
+    if in_node:
+        nccl = Finding("transport nccl", f"not usable: {in_node}", "see docs/nccl.md")
+    elif across:
+        nccl = Finding("transport nccl", f"usable inside a node; between nodes not: {across}")
+    else:
+        nccl = Finding(
+            "transport nccl",
+            "usable as far as one process can see; windows and rails are checked at set-up",
+        )
+    if not backends:
+        choice = "local"
+    elif not in_node:
+        choice = "nccl for a group with backend nccl, if every rank can; else c10d, with a line in "
+        choice += "the log; local without a group"
+    else:
+        choice = f"c10d for a group and not nccl ({in_node}); local without a group"
     return [
         Finding("transport local", "usable: simulated ranks in one process"),
         Finding(
             "transport c10d",
-            f"usable over {', '.join(backends)}" if backends else "not usable",
+            c10d,
             "" if backends else "this torch was built without torch.distributed",
         ),
+        nccl,
+        Finding("transport auto", f"takes {choice}"),
     ]
 
 

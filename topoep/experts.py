@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from topoep import ops
-from topoep.balancer import Balancer, TensorOrList, WeightsOrList
+from topoep.balancer import Balancer, PendingReplicas, TensorOrList
+from topoep.checks import check_int, check_type
 from topoep.objective import Objective
 from topoep.plan import Plan
 from topoep.topology import Topology
@@ -40,12 +42,16 @@ class BalancedExperts(nn.Module):
         group: the expert-parallel process group; None simulates all ranks in this process.
         spare_slots: S.
         objective: as for :class:`topoep.Balancer`.
+        num_chunks: with more than one, the tokens of the copies are dispatched while those of home
+            experts are computed, and home experts are divided into ``num_chunks - 1`` parts that
+            overlap likewise. Results are the same bit for bit.
         dtype: of the parameters.
         device: of the parameters.
 
     Raises:
         ValueError: a balancer is given together with arguments for one, or for another number of
-            experts; or neither balancer, topology nor group is given.
+            experts; neither balancer, topology nor group is given; or there are more chunks than
+            home experts allow.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class BalancedExperts(nn.Module):
         group: dist.ProcessGroup | None = None,
         spare_slots: int | None = None,
         objective: Objective | None = None,
+        num_chunks: int = 1,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -79,7 +86,12 @@ class BalancedExperts(nn.Module):
             raise ValueError(
                 f"num_experts={num_experts}, but the balancer is for {balancer.num_experts}"
             )
+        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+            if check_int(size, name) < 1:
+                raise ValueError(f"{name}={size}; expected at least 1")
         self.balancer = balancer
+        self.num_chunks = num_chunks
+        self._chunks = _slot_ranges(check_int(num_chunks, "num_chunks"), balancer)
         held = len(balancer.held_ranks) * balancer.config.experts_per_rank
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -99,12 +111,16 @@ class BalancedExperts(nn.Module):
         home = bal.config.experts_per_rank
         experts = [rank * home + i for rank in bal.held_ranks for i in range(home)]
         for parameter in (self.gate_up_proj, self.down_proj):
-            seed = int(torch.randint(2**62, ()))
+            seed = int(torch.randint(2**62, (), device="cpu"))
             bound = parameter.shape[-1] ** -0.5
+            if parameter.is_meta:
+                continue  # to be drawn again on a device, after to_empty()
             for weight, expert in zip(parameter.detach(), experts, strict=True):
                 generator = torch.Generator(weight.device).manual_seed(seed + expert)
                 weight.uniform_(-bound, bound, generator=generator)
 
+    # What it does depends on the plan, so a compiler has nothing to gain here: it breaks its graph.
+    @torch.compiler.disable
     def forward(
         self,
         x: TensorOrList,
@@ -133,6 +149,11 @@ class BalancedExperts(nn.Module):
         xs, ids, weights = (
             [t] if isinstance(t, Tensor) else list(t) for t in (x, topk_ids, topk_weights)
         )
+        if not len(xs) == len(ids) == len(weights) == len(bal.held_ranks):
+            raise ValueError(
+                f"x, topk_ids and topk_weights have {len(xs)}, {len(ids)} and {len(weights)} "
+                f"entries; expected one for each of {len(bal.held_ranks)} ranks"
+            )
         for triple in zip(xs, ids, weights, strict=True):
             self._check_inputs(*triple)
         if plan is None:
@@ -143,56 +164,105 @@ class BalancedExperts(nn.Module):
         physical = [rerouted] if isinstance(rerouted, Tensor) else list(rerouted)
         rows = [plan if plan.rank == rank else plan.for_rank(rank) for rank in bal.held_ranks]
 
-        orders = [_sort_pairs(i, p, bal) for i, p in zip(ids, physical, strict=True)]
-        send = [_rank_splits(row.host.send, bal.config.num_ranks) for row in rows]
-        recv = [row.host.recv.sum(1).tolist() for row in rows]
-        tokens = [
-            ops.expand(x_, pair_of_row, row_of_pair)[: sum(splits)]
-            for x_, (pair_of_row, row_of_pair), splits in zip(xs, orders, send, strict=True)
+        transport = bal.transport
+        homes = self._home_weights()
+        # The copies first: they are on their way while tokens are, and while home experts compute.
+        fetched = bal.replicate_async(homes if local else homes[0], plan)
+        orders = [_sort_pairs(i, p, self._chunks, bal) for i, p in zip(ids, physical, strict=True)]
+        rows_of = [
+            ops.expand(x_, pair_of_row, row_of_pair)
+            for x_, (pair_of_row, row_of_pair) in zip(xs, orders, strict=True)
         ]
-        arrived = bal.transport.all_to_all(tokens, send, recv)
-        outputs = self._compute(arrived, rows, plan)
-        returned = bal.transport.all_to_all(outputs, recv, send)
-        combined = []
-        for y, (pair_of_row, row_of_pair), w in zip(returned, orders, weights, strict=True):
+        flights, splits, start = [], [], [0] * len(rows)
+        for first, last in self._chunks:
+            send = [_rank_splits(row.host.send, bal, first, last) for row in rows]
+            recv = [row.host.recv[:, first:last].sum(1).tolist() for row in rows]
+            tokens = [
+                x_[at : at + sum(count)] for x_, at, count in zip(rows_of, start, send, strict=True)
+            ]
+            start = [at + sum(count) for at, count in zip(start, send, strict=True)]
+            flights.append(transport.start_all_to_all(tokens, send, recv))
+            splits.append((send, recv))
+        returning = []
+        for (first, last), flight, (send, recv) in zip(self._chunks, flights, splits, strict=True):
+            outputs = self._compute(flight(), rows, homes, fetched, first, last)
+            if last > bal.config.experts_per_rank:
+                outputs = _as_list(bal.release(outputs if local else outputs[0], plan))
+            returning.append(transport.start_all_to_all(outputs, recv, send))
+        returned = [flight() for flight in returning]
+        combined: list[Tensor] = []
+        for i, ((pair_of_row, row_of_pair), w) in enumerate(zip(orders, weights, strict=True)):
+            parts = [chunk[i] for chunk in returned]
+            y = parts[0] if len(parts) == 1 else torch.cat(parts)
             dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
             used = ops.combine(y, pair_of_row[: y.shape[0]], row_of_pair, w.to(dtype))
             combined.append(bal.history(self).mark(used, plan))
-        return combined if local else combined[0]
+        return bal.prefetch(combined if local else combined[0], plan)
 
-    def _compute(self, arrived: list[Tensor], rows: list[Plan], plan: Plan) -> list[Tensor]:
-        """Runs each held rank's experts on the rows that arrived; rows keep their order."""
+    def _home_weights(self) -> list[Weights]:
+        """The weights of each held rank's home experts."""
         bal = self.balancer
-        home_slots = bal.config.experts_per_rank
-        homes: list[Weights] = list(
-            zip(self.gate_up_proj.split(home_slots), self.down_proj.split(home_slots), strict=True)
-        )
-        local = bal.transport.name == "local"
-        weights: WeightsOrList = homes if local else homes[0]
-        fetched = bal.replicate(weights, plan)
-        guests = list(fetched) if isinstance(fetched, list) else [fetched]
-        outputs = []
-        for x, row, home, guest in zip(arrived, rows, homes, guests, strict=True):
-            order, counts = _group_by_slot(row)
-            parts = list(x.index_select(0, order).split(counts))
-            done = [
-                _swiglu(part, home[0][i], home[1][i]) for i, part in enumerate(parts[:home_slots])
-            ]
-            done += [
-                _swiglu(part, guest[0][i], guest[1][i]) for i, part in enumerate(parts[home_slots:])
-            ]
+        parameters = [self.gate_up_proj, self.down_proj]
+        # A wrapper that keeps parameters in one flat buffer must find them there again.
+        if all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in parameters):
+            bal.share_weights(parameters)
+        size = bal.config.experts_per_rank
+        return list(zip(*(parameter.split(size) for parameter in parameters), strict=True))
+
+    def _compute(
+        self,
+        arrived: list[Tensor],
+        rows: list[Plan],
+        homes: list[Weights],
+        fetched: PendingReplicas,
+        first: int,
+        last: int,
+    ) -> list[Tensor]:
+        """Runs the experts in slots ``first .. last - 1`` on each held rank's rows for them.
+
+        Home experts first, then copies. Rows keep their order.
+        """
+        home_slots = self.balancer.config.experts_per_rank
+        done: list[list[Tensor]] = []
+        parts_of, inverses = [], []
+        for x, row in zip(arrived, rows, strict=True):
+            order, counts = _group_by_slot(row, first, last)
+            parts_of.append(x.index_select(0, order).split(counts))
             inverse = torch.empty_like(order)
             inverse[order] = torch.arange(len(order), device=order.device)
-            outputs.append(torch.cat(done).index_select(0, inverse))
-        released = bal.release(outputs if local else outputs[0], plan)
-        return [released] if isinstance(released, Tensor) else list(released)
+            inverses.append(inverse)
+        for parts, home in zip(parts_of, homes, strict=True):
+            done.append(
+                [
+                    _swiglu(parts[slot - first], home[0][slot], home[1][slot])
+                    for slot in range(first, min(last, home_slots))
+                ]
+            )
+        if last > home_slots:
+            guests = fetched.wait()
+            held_guests = guests if isinstance(guests, list) else [guests]
+            for parts, guest, outputs in zip(parts_of, held_guests, done, strict=True):
+                outputs += [
+                    _swiglu(parts[slot - first], guest[0][i], guest[1][i])
+                    for i, slot in enumerate(range(home_slots, last))
+                ]
+        return [
+            torch.cat(outputs).index_select(0, inverse)
+            for outputs, inverse in zip(done, inverses, strict=True)
+        ]
 
     def _check_inputs(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         hidden = self.gate_up_proj.shape[-1]
+        for name, value in (("x", x), ("topk_ids", ids), ("topk_weights", weights)):
+            check_type(value, Tensor, name)
         if x.dim() != 2 or x.shape[1] != hidden:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected [tokens, {hidden}]")
-        if x.dtype != self.gate_up_proj.dtype:
-            raise TypeError(f"x has dtype {x.dtype}, the experts {self.gate_up_proj.dtype}")
+        # Under autocast the GEMMs convert both.
+        if x.dtype != self.gate_up_proj.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"x has dtype {x.dtype}, the experts {self.gate_up_proj.dtype}; convert x, or run "
+                "under torch.autocast"
+            )
         if not weights.is_floating_point():
             raise TypeError(f"topk_weights has dtype {weights.dtype}; expected a floating dtype")
         if ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
@@ -211,8 +281,26 @@ def _check_plan_is_for(plan: Plan, ids: Sequence[Tensor], bal: Balancer) -> None
             )
 
 
-def _sort_pairs(ids: Tensor, physical: Tensor, bal: Balancer) -> tuple[Tensor, Tensor]:
-    """Orders (token, k) pairs by physical id, then by token; pairs without an expert last.
+def _slot_ranges(num_chunks: int, bal: Balancer) -> list[tuple[int, int]]:
+    """The slots of each chunk: the copies are the last one, home experts are shared out."""
+    home = bal.config.experts_per_rank
+    if num_chunks == 1:
+        return [(0, bal.config.slots_per_rank)]
+    parts = num_chunks - 1 if bal.spare_slots > 0 else num_chunks
+    if not 1 <= parts <= home:
+        raise ValueError(
+            f"num_chunks={num_chunks}; expected 1 to {home + (bal.spare_slots > 0)}: the "
+            f"{home} home experts of a rank, and one chunk for its copies"
+        )
+    bounds = [home * i // parts for i in range(parts + 1)]
+    ranges = list(itertools.pairwise(bounds))
+    return ranges + ([(home, home + bal.spare_slots)] if bal.spare_slots > 0 else [])
+
+
+def _sort_pairs(
+    ids: Tensor, physical: Tensor, chunks: Sequence[tuple[int, int]], bal: Balancer
+) -> tuple[Tensor, Tensor]:
+    """Orders (token, k) pairs by chunk, physical id and token; pairs without an expert last.
 
     Which pairs have one is seen from the routed ids: an id out of range is passed through by
     reroute, and may look like a physical id afterwards.
@@ -222,30 +310,40 @@ def _sort_pairs(ids: Tensor, physical: Tensor, bal: Balancer) -> tuple[Tensor, T
         pairs without an expert.
     """
     valid = (ids >= 0) & (ids < bal.num_experts)
-    key = torch.where(valid, physical, bal.num_physical_experts).flatten()
+    slot = physical % bal.config.slots_per_rank
+    key = physical.clone()
+    for first, _ in chunks[1:]:
+        key += (slot >= first).to(key.dtype) * bal.num_physical_experts
+    key = torch.where(valid, key, len(chunks) * bal.num_physical_experts).flatten()
     pair_of_row = torch.argsort(key, stable=True)
     row_of_pair = torch.empty_like(pair_of_row)
     row_of_pair[pair_of_row] = torch.arange(len(pair_of_row), device=ids.device)
     return pair_of_row, torch.where(valid, row_of_pair.view(ids.shape), -1)
 
 
-def _rank_splits(send: npt.NDArray[np.int32], num_ranks: int) -> list[int]:
-    """Rows for each rank, from tokens for each physical expert."""
-    splits: list[int] = send.reshape(num_ranks, -1).sum(1).tolist()
+def _rank_splits(send: npt.NDArray[np.int32], bal: Balancer, first: int, last: int) -> list[int]:
+    """Rows for each rank in slots ``first .. last - 1``, from tokens for each physical expert."""
+    by_rank = send.reshape(bal.config.num_ranks, -1)
+    splits: list[int] = by_rank[:, first:last].sum(1).tolist()
     return splits
 
 
-def _group_by_slot(row: Plan) -> tuple[Tensor, list[int]]:
+def _group_by_slot(row: Plan, first: int, last: int) -> tuple[Tensor, list[int]]:
     """The order that groups received rows by local slot, and the rows of each slot.
 
     Rows arrive by source rank, and by slot within a source.
     """
     assert row.recv is not None
-    num_ranks, width = row.recv.shape
-    slots = torch.arange(width, device=row.recv.device).repeat(num_ranks)
-    total = int(row.host.recv.sum())
-    slot_of_row = torch.repeat_interleave(slots, row.recv.flatten(), output_size=total)
-    return torch.argsort(slot_of_row, stable=True), row.host.recv.sum(0).tolist()
+    counts = row.recv[:, first:last]
+    num_ranks, width = counts.shape
+    slots = torch.arange(width, device=counts.device).repeat(num_ranks)
+    on_host = row.host.recv[:, first:last]
+    slot_of_row = torch.repeat_interleave(slots, counts.flatten(), output_size=int(on_host.sum()))
+    return torch.argsort(slot_of_row, stable=True), on_host.sum(0).tolist()
+
+
+def _as_list(value: TensorOrList) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
 
 
 def _swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

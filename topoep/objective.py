@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from topoep.checks import check_int, check_type
+from topoep.checks import check_int, check_number, check_type
 from topoep.cost_model import CostModel
 
 PARTS_PER_MILLION = 1_000_000
@@ -40,10 +40,7 @@ class Balance:
     cross_weight: int = 3
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tolerance <= 1000:
-            raise ValueError(
-                f"tolerance={self.tolerance}: expected 0 to 1000, for example 0.01 for 1 %"
-            )
+        check_number(self.tolerance, "tolerance", 1000.0, "(0.01 for 1 %)")
         _check_weight(self.cross_weight)
 
     @property

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch ops: fakes, gradients, and thin typed wrappers.
 
-Every op is functional except the two whose names end in an underscore. Output shapes depend on
+Every op is functional except those whose names end in an underscore. Output shapes depend on
 (T, K, E, P, R, S) only, never on values, so the ops can be compiled and captured. Letters as in
 docs: T local tokens, K top-k, E experts, R ranks, H = E / R home experts per rank, S spare slots
 per rank, P = R * (H + S) physical experts.
@@ -14,18 +14,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from topoep import _library
 
 __all__ = [
     "combine",
+    "exchange_counts",
     "expand",
     "histogram",
     "pack_rows",
+    "reduce_across_",
     "reduce_grads_",
+    "replicate_",
     "reroute",
     "solve",
     "split",
+    "stream_lists",
     "unpack_rows_",
 ]
 
@@ -195,6 +200,99 @@ def reduce_grads_(out: Tensor, rows: Tensor, offsets: Tensor, order: Tensor) -> 
     _ops.reduce_grads_(out, rows, offsets, order)
 
 
+def exchange_counts(row: Tensor, plane: int, num_ranks: int) -> Tensor:
+    """Every rank's token counts, over the windows of a data plane. CUDA only, nothing waits.
+
+    Args:
+        row: int32 ``[E]``, this rank's counts.
+        plane: number of the data plane (csrc/bindings/planes.h).
+        num_ranks: R.
+
+    Returns:
+        int32 ``[R, E]``.
+    """
+    result: Tensor = _ops.exchange_counts(row, plane, num_ranks)
+    return result
+
+
+def stream_lists(
+    slot_expert: Tensor, copy_offsets: Tensor, copy_slots: Tensor, plane: int, size: int
+) -> Tensor:
+    """Who sends, lands and sums what, from a plan (csrc/core/stream_lists.h). CUDA only.
+
+    Args:
+        slot_expert: int32 ``[R, S]``.
+        copy_offsets: int32 ``[E + 1]``.
+        copy_slots: int32 ``[R * S]``.
+        plane: number of the data plane.
+        size: entries of the lists, from ``plane_sizes``.
+
+    Returns:
+        int32 ``[size]``.
+    """
+    result: Tensor = _ops.stream_lists(slot_expert, copy_offsets, copy_slots, plane, size)
+    return result
+
+
+def replicate_(
+    slot_expert: Tensor,
+    copy_offsets: Tensor,
+    copy_slots: Tensor,
+    lists: Tensor,
+    home: Tensor,
+    spare: Sequence[Tensor],
+    plane: int,
+) -> None:
+    """Fetches the weights of this rank's copies into ``spare``. CUDA only, nothing waits.
+
+    Args:
+        slot_expert: int32 ``[R, S]``, this and the next two from the plan.
+        copy_offsets: int32 ``[E + 1]``.
+        copy_slots: int32 ``[R * S]``.
+        lists: from :func:`stream_lists` for the same plan.
+        home: int64 ``[T, G]``: addresses of the home weights ``[H, ...]`` of each of T tensors at
+            each rank of the node.
+        spare: T contiguous tensors ``[S, ...]``, changed in place.
+        plane: number of the data plane.
+    """
+    _ops.replicate_(slot_expert, copy_offsets, copy_slots, lists, home, list(spare), plane)
+
+
+def reduce_across_(
+    slot_expert: Tensor,
+    copy_offsets: Tensor,
+    copy_slots: Tensor,
+    lists: Tensor,
+    slot_table: Tensor,
+    slot_grads: Sequence[Tensor],
+    home_grads: Sequence[Tensor],
+    plane: int,
+) -> None:
+    """Adds the gradients of all copies to those at home, in a fixed order. CUDA only.
+
+    Args:
+        slot_expert: int32 ``[R, S]``, this and the next two from the plan.
+        copy_offsets: int32 ``[E + 1]``.
+        copy_slots: int32 ``[R * S]``.
+        lists: from :func:`stream_lists` for the same plan.
+        slot_table: int64 ``[T, G]``: addresses of ``slot_grads`` at each rank of the node.
+        slot_grads: this rank's T tensors ``[S, ...]``, float32 or bfloat16, in windows of the data
+            plane; slots that the plan uses are zero afterwards.
+        home_grads: T contiguous tensors ``[H, ...]``, float32 or bfloat16, changed in place.
+        plane: number of the data plane.
+    """
+    _ops.reduce_across_(
+        slot_expert,
+        copy_offsets,
+        copy_slots,
+        lists,
+        slot_table,
+        list(slot_grads),
+        list(home_grads),
+        plane,
+    )
+
+
 def packed_row_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of one row of :func:`pack_rows`."""
     sizes = [t[0].numel() * t.element_size() if t.shape[0] else 0 for t in tensors]
@@ -286,6 +384,45 @@ def _(out: Tensor, rows: Tensor, offsets: Tensor, order: Tensor) -> None:
     return None
 
 
+@torch.library.register_fake("topoep::exchange_counts")
+def _(row: Tensor, plane: int, num_ranks: int) -> Tensor:
+    return row.new_empty((num_ranks, row.shape[0]))
+
+
+@torch.library.register_fake("topoep::stream_lists")
+def _(
+    slot_expert: Tensor, copy_offsets: Tensor, copy_slots: Tensor, plane: int, size: int
+) -> Tensor:
+    return slot_expert.new_empty((size,))
+
+
+@torch.library.register_fake("topoep::replicate_")
+def _(
+    slot_expert: Tensor,
+    copy_offsets: Tensor,
+    copy_slots: Tensor,
+    lists: Tensor,
+    home: Tensor,
+    spare: Sequence[Tensor],
+    plane: int,
+) -> None:
+    return None
+
+
+@torch.library.register_fake("topoep::reduce_across_")
+def _(
+    slot_expert: Tensor,
+    copy_offsets: Tensor,
+    copy_slots: Tensor,
+    lists: Tensor,
+    slot_table: Tensor,
+    slot_grads: Sequence[Tensor],
+    home_grads: Sequence[Tensor],
+    plane: int,
+) -> None:
+    return None
+
+
 # ---- gradients -----------------------------------------------------------------------------------
 
 
@@ -293,6 +430,7 @@ def _expand_setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tenso
     ctx.save_for_backward(inputs[1], inputs[2])
 
 
+@once_differentiable
 def _expand_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     pair_of_row, row_of_pair = ctx.saved_tensors
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
@@ -304,6 +442,7 @@ def _combine_setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
     ctx.save_for_backward(*inputs)
 
 
+@once_differentiable
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, pair_of_row, row_of_pair, weights = ctx.saved_tensors
     grad_rows, grad_weights = _ops.combine_backward(

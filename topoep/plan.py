@@ -97,11 +97,36 @@ class HostPlan:
 
 
 @dataclass
+class Replication:
+    """The replicate calls of one plan up to their release."""
+
+    leases: list[weakref.ref[Lease]] = field(default_factory=list)
+    released: bool = False
+
+    def alive(self) -> list[Lease]:
+        """The leases that somebody still has."""
+        return [lease for ref in self.leases if (lease := ref()) is not None]
+
+
+@dataclass
 class PlanUsage:
     """What has been done with a plan; the only thing about it that changes."""
 
     backward_done: bool = False
-    leases: list[weakref.ref[Lease]] = field(default_factory=list)
+    forward: Replication = field(default_factory=Replication)
+    recomputed: Replication = field(default_factory=Replication)
+    replications: int = 0  # of forward passes
+
+    def current(self, recompute: bool) -> Replication:
+        """What replicate adds to, and release ends: a released one makes way for a new one."""
+        name = "recomputed" if recompute else "forward"
+        found: Replication = getattr(self, name)
+        if found.released:
+            found = Replication()
+            setattr(self, name, found)
+        if not found.leases and not recompute:
+            self.replications += 1
+        return found
 
 
 @dataclass(frozen=True, eq=False)

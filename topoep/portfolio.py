@@ -7,11 +7,13 @@ SMs of the GPU are idle anyway, so every candidate is solved and an integer key 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from topoep.objective import PARTS_PER_MILLION, Balance, Objective
+from topoep.checks import check_type
+from topoep.objective import PARTS_PER_MILLION, Balance, Objective, Time
 from topoep.topology import MAX_RANKS
 
 MAX_CANDIDATES = 256  # kMaxCandidates in csrc/core/limits.h
@@ -44,8 +46,11 @@ class Candidate:
     policy: str = "F"
 
     def __post_init__(self) -> None:
+        check_type(self.cap, str, "cap")
+        check_type(self.policy, str, "policy")
         self.pack()
 
+    @functools.lru_cache(1024)  # noqa: B019 - candidates are few, and equal ones share an entry
     def pack(self) -> int:
         """The candidate as one integer, as the solve op takes it (csrc/core/policy.h)."""
         rule, value = self._parse_cap()
@@ -69,7 +74,7 @@ class Candidate:
         if self.policy in ("F", "F0"):
             return (self.policy == "F") << 1
         if self.policy == "T":
-            return 1 << 12
+            return 1 << 12 | 1 << 1
         match = re.fullmatch(r"H([012])([02])([01])([012])([02])([aA]?)(l?)", self.policy)
         if not match:
             raise ValueError(f"policy {self.policy!r}: expected 'F', 'F0' or like 'H22112'")
@@ -90,17 +95,27 @@ class Candidate:
 
 EMPTY_PLAN = Candidate("none")
 
-# What "taot" tries besides the empty plan: surplus and room matched by optimal transport.
-TRANSPORT_PLAN = Candidate("mean+0%", "T")
 
 SOLVERS = ("portfolio", "taot")
 
-# Ten policies, in the order in which a greedy choice over many loads takes them.
-POLICIES = (
-    "H22112", "F", "H10122", "F0", "H02122", "H12012", "H12120", "H20020", "H20122", "H10022",
-)  # fmt: skip
+# A list for ``Balance(t)``, chosen by benchmarks/choose_portfolio.py: every prefix is what a greedy
+# choice takes first. "0.5t" is half of the tolerance. Tighter caps than t sometimes need fewer
+# copies by luck, looser ones serve where t cannot be met. The last was added by hand, for t near 0.
+BALANCE = """
+    mean+1t:H22122a mean+1t:F0 mean+1t:H00120a mean+1t:H12012a mean+1t:F mean+1%:H12122
+    mean+20%:H02020 mean+1t:H20102 mean+1t:H22022a mean+0.9t:H12122 mean+1t:H02112a mean+5%:F
+    mean+1t:H10000 load#8:H22102 mean+1t:H22120 mean+1%:F0 mean+1t:H10122a mean+1t:H00012a
+    mean+0.9t:F0 mean+1t:H12112 mean+1.5t:H02002 mean+0.75t:H12122 mean+0.9t:H00120
+    mean+0.9t:H10022 mean+0.75t:F0 mean+0.9t:H22102 mean+4t:H00112 mean+1t:H12120a
+    mean+1t:H12022a mean+1t:H20122a mean+0.2%:F0 mean+1t:H10110 mean+0.1t:H00002 mean+0.9t:F
+    mean+1t:H20000 mean+1t:H22112 load#6:H12000 mean+2t:H02012 mean+1t:H02122 mean+1t:H22010
+    mean+1t:H10012 mean+0.9t:H20100 mean+0.5t:H12010 mean+1t:H10102a mean+0.9t:H20020
+    mean+0.05%:F mean+1t:H00112a mean+0.75t:H22122 mean+0.9t:H22110 mean+2t:F0 mean+0.5t:H00002
+    mean+1t:H22110a mean+0.9t:H22002 mean+1t:H12002 mean+0.75t:F mean+0.5t:F load#6:H00000
+    mean+1t:H22100 mean+1t:H00002a mean+1t:H20020a mean+5%:H20110 load#12:H00100 mean+1t:H10120A
+""".split()
 
-# A list for any objective: every prefix of it is the best of its length over many loads.
+# A list for ``Even``: every prefix of it is the best of its length over many loads.
 GENERAL = tuple(
     Candidate(*text.split(":"))
     for text in """
@@ -115,20 +130,69 @@ GENERAL = tuple(
     mean+0.01%:H10022 mean+5%:H20122 mean+5%:F mean+0.5%:H12120 mean+0.01%:F mean+0.2%:H22112
     mean+0.06%:H12012 mean+0.5%:H20122 mean+0.04%:F0 mean+1.6%:H20122 mean+5%:H20020
     mean+0.4%:H02122 mean+2%:H10022 mean+0.2%:H10122 mean+10%:F mean+2%:F mean+1%:H12012
-    mean+0.2%:H12012 mean+0.3%:H10122
+    mean+0.2%:H12012
     """.split()
 )
 
+# A list for ``Time``: every prefix is what a greedy choice takes first, over five model shapes on
+# four clusters (benchmarks/choose_portfolio.py).
+TIME = tuple(
+    Candidate(*text.split(":"))
+    for text in """
+    mean+2%:H02122l mean+1%:H12012a mean+5%:H20020l mean+1%:F0 mean+1%:H20122l load#5:H22112l
+    load#20:H12120l mean+2%:H20122a mean+1%:H02122l load#3:F mean+2%:H20020l mean+10%:H20020l
+    mean+0%:H10122 mean+1%:F mean+15%:H22112l load#8:H20122l mean+2%:H10022l mean+2%:F
+    load#12:H22112l mean+0%:F0 mean+20%:H20020l mean+5%:H22112al load#5:F0 mean+2%:F0
+    mean+1%:H22112al node+2%:H22112l node+0%:H10122l mean+0%:H02122l mean+1%:H12120l mean+5%:F
+    node+0%:F0 load#12:H20020l mean+1%:H10122 mean+0%:H12012l mean+10%:H02122l load#2:H22112
+    mean+20%:H02122l node+5%:H10122l mean+1%:H20020a mean+5%:H02122l mean+30%:H10122
+    mean+2%:H12012l load#12:F0 load#20:F mean+2%:H10122 load#8:F0 mean+50%:H02122
+    load#20:H10122l mean+5%:H10022a mean+1%:H02122 load#12:H02122l
+    """.split()
+)
 
-def default_candidates(objective: Objective) -> tuple[Candidate, ...]:
-    """The candidates that ``solve`` tries when none are given: the empty plan first.
+# Copies for locality, for the objective Time: greedily chosen like GENERAL, by predicted time over
+# loads whose experts have tokens from few nodes, collapsed ones, skewed ones and even ones.
+LOCAL = tuple(
+    Candidate(*text.split(":"))
+    for text in """
+    mean+1%:H20020Al mean+5%:H10122l node+1%:H12120l mean+0%:H22112l mean+0%:H02122al
+    mean+1%:H02122al mean+5%:H22112l mean+20%:H22112l mean+1%:H22112l mean+0%:H10122l
+    node+1%:H22112l mean+0%:H12120l
+    """.split()
+)
 
-    For a tolerance, all policies at exactly that cap, then a general list that holds tighter caps
-    (which sometimes need fewer copies by luck) and looser ones (when the tolerance cannot be met).
-    """
+# Caps of "taot", in percent above the mean, and in parts of a tolerance. The paper's cap is the
+# mean; the looser it is, the fewer copies.
+_TRANSPORT_CAPS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0)
+_TRANSPORT_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+def transport_candidates(objective: Objective) -> tuple[Candidate, ...]:
+    """What ``solver="taot"`` tries: excess and room matched by optimal transport, at some caps."""
+    percent = list(_TRANSPORT_CAPS)
     if isinstance(objective, Balance):
-        cap = f"mean+{objective.tolerance * 100:.4f}%"
-        return (EMPTY_PLAN, *(Candidate(cap, policy) for policy in POLICIES), *GENERAL[:24])
+        percent += [share * objective.tolerance * 100 for share in _TRANSPORT_SHARES]
+    caps = dict.fromkeys(f"mean+{x:.4f}%" for x in percent)  # a tolerance of 0 gives one cap only
+    return (EMPTY_PLAN, *(Candidate(cap, "T") for cap in caps))
+
+
+def _at(text: str, tolerance_ppm: int) -> Candidate:
+    """A candidate of BALANCE for a tolerance."""
+    cap, policy = text.split(":")
+    if match := re.fullmatch(r"(mean|node)\+([\d.]+)t", cap):
+        ppm = min(round(float(match[2]) * tolerance_ppm), MAX_PERCENT * PARTS_PER_MILLION // 100)
+        cap = f"{match[1]}+{ppm * 100 / PARTS_PER_MILLION:.4f}%"
+    return Candidate(cap, policy)
+
+
+@functools.lru_cache
+def default_candidates(objective: Objective) -> tuple[Candidate, ...]:
+    """The candidates that ``solve`` tries when none are given: the empty plan first."""
+    if isinstance(objective, Time):
+        return (EMPTY_PLAN, *TIME, *LOCAL)
+    if isinstance(objective, Balance):
+        return (EMPTY_PLAN, *(_at(text, objective.tolerance_ppm) for text in BALANCE))
     return (EMPTY_PLAN, *GENERAL)
 
 
@@ -145,12 +209,15 @@ def choose_candidates(
     if solver not in SOLVERS:
         raise ValueError(f"solver={solver!r}; expected one of {', '.join(SOLVERS)}")
     if candidates is None:
-        taot = solver == "taot"
-        return (EMPTY_PLAN, TRANSPORT_PLAN) if taot else default_candidates(objective)
+        return (transport_candidates if solver == "taot" else default_candidates)(objective)
     if solver != "portfolio":
         raise ValueError(
             f"solver={solver!r} brings its own candidates; leave candidates=None, or use "
             "solver='portfolio'"
+        )
+    if not isinstance(candidates, Sequence):
+        raise TypeError(
+            f"candidates is a {type(candidates).__name__}; expected a list of topoep.Candidate"
         )
     for candidate in candidates:
         if not isinstance(candidate, Candidate):

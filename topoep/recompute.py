@@ -80,7 +80,7 @@ class PlanHistory:
 
 
 class Replay:
-    """Hands plans from a forward pass to its recomputation in order, without looking at ids."""
+    """Hands plans from a forward pass to its recomputation in order."""
 
     def __init__(self) -> None:
         self._recording: list[Plan] | None = None
@@ -96,13 +96,23 @@ class Replay:
         if self._recording is not None:
             self._recording.append(plan)
 
-    def next_plan(self) -> Plan | None:
-        """The next plan of the recorded pass, or None outside of a recomputation."""
+    def next_plan(self, topk_ids: tuple[Tensor, ...]) -> Plan | None:
+        """The next plan of the recorded pass, or None outside of a recomputation.
+
+        Raises:
+            RuntimeError: the ids are not those of the forward pass. On a GPU this is found without
+                waiting, and ends the process as a device-side assertion.
+        """
         if self._replaying is None:
             return None
         plan = next(self._replaying, None)
-        if plan is None:
+        if plan is None or [i.shape for i in plan.topk_ids] != [i.shape for i in topk_ids]:
             raise RuntimeError(_ROUTED_DIFFERENTLY)
+        for before, now in zip(plan.topk_ids, topk_ids, strict=True):
+            if now.is_cuda:
+                torch._assert_async((before == now).all(), _ROUTED_DIFFERENTLY)
+            elif not torch.equal(before, now):
+                raise RuntimeError(_ROUTED_DIFFERENTLY)
         return plan
 
     @contextmanager

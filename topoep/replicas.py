@@ -1,94 +1,203 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replica weights as autograd sees them, and the memory they live in.
 
-With the policy ``refetch`` all layers share one set of spare slots, so the weights of a layer's
-copies are gone by the time its backward runs, and are fetched again. Three parts make that safe:
+With the policy ``refetch`` all layers share a few sets of spare slots, so the weights of a layer's
+copies are gone by the time its backward runs, and are fetched again. Four parts make that safe:
 
-- the tensors handed out alias the shared buffer under a version counter of their own, so that
+- the tensors handed out alias a shared buffer under a version counter of their own, so that
   autograd does not complain when another layer fills the buffer;
 - :func:`release`, an identity on the layer's output, runs first in backward and fetches again;
-- a :class:`Lease` says whose weights the buffer holds. As long as a lease is neither released nor
-  dead, nobody else may fill the buffer: an error there is better than a wrong gradient here.
+- a :class:`Lease` says whose weights a buffer holds. As long as a lease is neither released nor
+  dead, nobody else may fill the buffer: an error there is better than a wrong gradient here;
+- every fill of a buffer has a number. Whoever computed with the copies of a lease checks, before
+  the result goes on, that the buffer was not filled in between.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from topoep.plan import Plan
 from topoep.recompute import in_backward
-from topoep.transports.base import Transport, Weights
+from topoep.transports.base import Pending, Transport, Weights
 
 
 class SlotBuffer:
     """Spare slots of one shape, shared by all layers whose experts have that shape."""
 
     def __init__(self, weights: Sequence[Weights], spare_slots: int) -> None:
-        # Zeros, so that an empty slot never feeds a grouped GEMM with NaNs.
-        self.slots: list[Weights] = [
-            tuple(w.new_zeros((spare_slots, *w.shape[1:])) for w in tensors) for tensors in weights
-        ]
-        self.content: object = None  # what the slots hold: Lease.content
+        # Zeros, so that an empty slot never feeds a grouped GEMM with NaNs. Never inference
+        # tensors: training uses the slots that an evaluation has made.
+        with torch.inference_mode(False):
+            self.slots: list[Weights] = [
+                tuple(w.new_zeros((spare_slots, *w.shape[1:])) for w in tensors)
+                for tensors in weights
+            ]
         self.lease: weakref.ref[Lease] | None = None  # who relies on it
+        self.fills = 0
+        self.pending = Pending()  # the last fill, perhaps still under way
+        self.in_backward = False  # the last to fetch was a backward that has not ended
+
+    def holder(self) -> Lease | None:
+        """Who relies on the content, if anybody does."""
+        lease = self.lease() if self.lease is not None else None
+        return None if lease is None or lease.released else lease
+
+
+class BufferPool:
+    """The buffers of one shape: as many sets of copies can be in use at a time.
+
+    Args:
+        make: makes a buffer.
+        size: how many at most; each is made when it is first needed.
+    """
+
+    def __init__(self, make: Callable[[], SlotBuffer], size: int) -> None:
+        self._make = make
+        self._size = size
+        self._buffers: list[SlotBuffer] = []  # least recently chosen first
+
+    def choose(self, plan: Plan) -> SlotBuffer:
+        """A buffer that nobody relies on, the least recently chosen first.
+
+        A plan that replicates several times before its release (gate and up projections, say) has
+        slots for each; they come on top of the size.
+
+        Raises:
+            RuntimeError: other plans need all of them.
+        """
+        chosen = self._find(plan)
+        if chosen is None:
+            raise RuntimeError(
+                "the spare slots still hold the copies of another plan whose backward needs them. "
+                "Call y = balancer.release(y, plan) on the output of the experts before the next "
+                "layer replicates, or use Balancer(slot_buffers=..) with one more for each plan "
+                "whose experts run at the same time, or Balancer(replica_policy='keep')"
+            )
+        self._buffers.remove(chosen)
+        self._buffers.append(chosen)
+        return chosen
+
+    def _find(self, plan: Plan) -> SlotBuffer | None:
+        holders = [buffer.holder() for buffer in self._buffers]
+        free = [b for b, holder in zip(self._buffers, holders, strict=True) if holder is None]
+        own = sum(h is not None and h.plan.token == plan.token for h in holders)
+        chosen = next((b for b in free if not b.in_backward), None)
+        if chosen is None and len(self._buffers) < self._size + own:
+            chosen = self._make()
+            self._buffers.append(chosen)
+        return next(iter(free), None) if chosen is None else chosen
 
 
 class Lease:
     """The copies of one plan for one set of weights."""
 
     def __init__(
-        self, transport: Transport, buffer: SlotBuffer, plan: Plan, weights: Sequence[Weights]
+        self,
+        transport: Transport,
+        pool: BufferPool,
+        plan: Plan,
+        weights: Sequence[Weights],
+        twin: Lease | None = None,
     ) -> None:
         self.transport = transport
-        self.buffer = buffer
         self.plan = plan
         self.weights = [tuple(w.detach() for w in tensors) for tensors in weights]
         # Without autograd nothing relies on the slots once the next layer asks for them.
         self.released = not torch.is_grad_enabled()
-        self.content = self._content()
+        self.in_use = True  # until the experts' output is released
+        self._content = self._identity()
+        # A recomputation finds the copies that the backward of its forward pass has fetched.
+        self._twin = twin if twin is not None and twin.is_fresh() else None
+        self.buffer: SlotBuffer = pool.choose(plan) if self._twin is None else self._twin.buffer
+        self._fill = -1  # the fill that this lease's users see
 
-    def _content(self) -> object:
+    def _identity(self) -> object:
         # The storage, not the address: FSDP frees a parameter's memory between forward and backward
         # and gathers the same values into the same storage again, perhaps elsewhere.
-        tensors = tuple(t for tensors in self.weights for t in tensors)
-        return self.plan.token, tuple(
-            (t.untyped_storage()._cdata, t.storage_offset(), t._version) for t in tensors
+        return tuple(
+            (
+                t.untyped_storage()._cdata,
+                t.storage_offset(),
+                0 if t.is_inference() else t._version,
+            )
+            for tensors in self.weights
+            for t in tensors
         )
 
     def take(self) -> list[Weights]:
-        """Fills the buffer, if it does not hold this already, and hands out aliases of it."""
-        holder = self.buffer.lease() if self.buffer.lease is not None else None
-        if holder is not None and not holder.released and holder.plan.token != self.plan.token:
-            raise RuntimeError(
-                "the spare slots still hold the copies of another plan whose backward needs them. "
-                "Call y = balancer.release(y, plan) on the output of the experts before the next "
-                "layer replicates, or use Balancer(replica_policy='keep')"
-            )
-        self._fetch()
+        """Starts to fill the buffer and hands out aliases of it.
+
+        Always a transfer, whatever the slots hold: whether they hold it already is something that
+        ranks could find different answers to, and a transfer takes all of them.
+        """
+        if self._twin is None:
+            self._fetch()
+        else:
+            self._fill = self._twin._fill
+            self._twin = None
         if not in_backward():
             self.buffer.lease = weakref.ref(self)
+            self.buffer.in_backward = False
         # .data: the same memory under a new version counter
         return [tuple(slot.data for slot in slots) for slots in self.buffer.slots]
 
-    def retake(self) -> None:
-        """Fetches again for backward what take() fetched in forward."""
-        if self._content() != self.content:
+    def start_retake(self) -> None:
+        """Starts to fetch again for backward what take() fetched in forward."""
+        if self._identity() != self._content:
             raise RuntimeError(
                 "the weights of the experts changed between forward and backward (an optimizer "
                 "step, or an in-place update); their copies cannot be fetched again. Run backward "
                 "before the weights change"
             )
-        self._fetch()
+        if not self.is_fresh():
+            self._fetch()
+        self.buffer.in_backward = True
+
+    def is_fresh(self) -> bool:
+        """Whether the buffer holds what was last fetched for this lease."""
+        return self.buffer.fills == self._fill
+
+    def wait(self) -> None:
+        """Waits for what was started. Raises if the buffer was filled for others since."""
+        self.check_fresh()
+        self.buffer.pending.wait()
+
+    def check_fresh(self) -> None:
+        """Raises RuntimeError if the buffer was filled for another plan since it was for this."""
+        if not self.is_fresh():
+            raise RuntimeError(
+                "the spare slots were filled for another plan while the experts of this one were "
+                "still computing with them: what they computed is wrong. Call replicate, the "
+                "experts and release of one plan before replicate of the next, or use "
+                "Balancer(slot_buffers=..) with one more for each plan whose experts run at the "
+                "same time, or Balancer(replica_policy='keep')"
+            )
+
+    def end_use(self) -> None:
+        """The experts have computed with the copies; raises if they were others'."""
+        if self.in_use:
+            self.check_fresh()
+            self.in_use = False
+
+    def end_backward(self) -> None:
+        """The copies are not needed any more."""
+        self.check_fresh()
+        self.released = True
+        self.buffer.in_backward = False
 
     def _fetch(self) -> None:
-        if self.buffer.content != self.content:
-            self.buffer.content = None  # in case the transport raises half-way
-            self.transport.replicate(self.plan, self.weights, self.buffer.slots)
-            self.buffer.content = self.content
+        buffer = self.buffer
+        buffer.pending.wait()
+        buffer.fills += 1
+        buffer.pending = self.transport.start_replicate(self.plan, self.weights, buffer.slots)
+        self._fill = buffer.fills
 
 
 class _Replicate(torch.autograd.Function):
@@ -100,9 +209,10 @@ class _Replicate(torch.autograd.Function):
         return tuple(t for tensors in lease.take() for t in tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         lease: Lease = ctx.lease
-        lease.released = True
+        lease.end_backward()
         lease.plan.usage.backward_done = True
         needed = ctx.needs_input_grad[1:]
         num_tensors = len(lease.weights[0])
@@ -121,24 +231,50 @@ class _Replicate(torch.autograd.Function):
 
 
 class _Release(torch.autograd.Function):
-    """Identity that gives the slots back in forward and fetches them again in backward."""
+    """Identity on outputs that fetches the copies again in backward, if it is to.
+
+    The copies are inputs too, so that autograd reaches the backward of replicate, a collective, on
+    ranks whose experts did not use theirs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, leases: Sequence[Lease], refetch: bool, num_outputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.leases = leases if refetch else ()
+        ctx.num_guests = len(tensors) - num_outputs
+        return tuple(y.view_as(y) for y in tensors[:num_outputs])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        for lease in ctx.leases:
+            lease.start_retake()
+            lease.wait()
+        return (None, None, None, *grads, *[None] * ctx.num_guests)
+
+
+class _Prefetch(torch.autograd.Function):
+    """Identity whose backward starts what the backward of release waits for."""
 
     @staticmethod
     def forward(ctx: Any, leases: Sequence[Lease], *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.leases = leases
-        for lease in leases:
-            lease.released = True
         return tuple(y.view_as(y) for y in outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         for lease in ctx.leases:
-            lease.retake()
+            lease.start_retake()
         return (None, *grads)
 
 
 def replicate(lease: Lease, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The leased slots as tensors, through which gradients flow back to the home weights."""
+    """The leased slots as tensors, through which gradients flow back to the home weights.
+
+    Their content is there after ``lease.wait()``.
+    """
     guests: tuple[Tensor, ...] = _Replicate.apply(lease, *weights)
     for guest in guests:
         # The lease lives as long as autograd or the caller keeps the tensor.
@@ -146,6 +282,16 @@ def replicate(lease: Lease, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return guests
 
 
-def release(leases: Sequence[Lease], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Identity on the outputs; gives the slots back, and fetches them again in backward."""
-    return list(_Release.apply(leases, *outputs))
+def release(
+    leases: Sequence[Lease], guests: Sequence[Tensor], outputs: Sequence[Tensor], refetch: bool
+) -> list[Tensor]:
+    """Identity on the outputs; with ``refetch`` gives the slots back until backward."""
+    if refetch:
+        for lease in leases:
+            lease.released = True
+    return list(_Release.apply(leases, refetch, len(outputs), *outputs, *guests))
+
+
+def prefetch(leases: Sequence[Lease], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Identity on what was computed from the released outputs; see _Prefetch."""
+    return list(_Prefetch.apply(leases, *outputs))

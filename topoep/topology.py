@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,9 +64,18 @@ class Topology:
                     f"num_nodes={num_nodes} and ranks_per_node={ranks_per_node}: both must be at "
                     "least 1"
                 )
+            if num_nodes * ranks_per_node > MAX_RANKS:
+                raise ValueError(
+                    f"{num_nodes * ranks_per_node} ranks; expected 1 to {MAX_RANKS} (kMaxRanks)"
+                )
             node_of_rank = [rank // ranks_per_node for rank in range(num_nodes * ranks_per_node)]
         elif num_nodes is not None or ranks_per_node is not None:
             raise ValueError("give num_nodes and ranks_per_node, or node_of_rank, not both")
+        if not isinstance(node_of_rank, Iterable):
+            raise TypeError(
+                f"node_of_rank is a {type(node_of_rank).__name__}; expected a node for every rank, "
+                "such as [0, 0, 1, 1]"
+            )
         nodes = [check_int(node, "a node of node_of_rank") for node in node_of_rank]
         if not 1 <= len(nodes) <= MAX_RANKS:
             raise ValueError(f"{len(nodes)} ranks; expected 1 to {MAX_RANKS} (kMaxRanks)")
@@ -86,12 +95,15 @@ class Topology:
 
         Raises:
             RuntimeError: torch.distributed is not initialised.
+            ValueError: this process is not in the group.
         """
         if not dist.is_initialized():
             raise RuntimeError(
                 "Topology.from_group needs torch.distributed: call init_process_group first, or "
                 "describe the cluster with Topology(num_nodes=.., ranks_per_node=..)"
             )
+        if dist.get_rank(group) < 0:
+            raise ValueError("this process is not a member of the group given to from_group")
         names: list[str] = [""] * dist.get_world_size(group)
         dist.all_gather_object(names, os.environ.get("TOPOEP_NODE", socket.gethostname()), group)
         first_seen = {name: i for i, name in reversed(list(enumerate(names)))}

@@ -146,6 +146,9 @@ Objective checked_objective(const std::vector<int64_t>& numbers) {
         const int64_t* cost = numbers.data() + 3;
         objective.cost = {cost[0], cost[1], cost[2], cost[3], cost[4],  cost[5],
                           cost[6], cost[7], cost[8], cost[9], cost[10], cost[11]};
+        TOPOEP_CHECK(objective.cost.interference <= kMaxInterference, "solve: interference is ",
+                     objective.cost.interference, "; expected 0 to ", kMaxInterference,
+                     " (kMaxInterference)");
     }
     return objective;
 }

@@ -39,6 +39,17 @@ STABLE_TORCH_LIBRARY(topoep, library) {
     library.def("pack_rows(Tensor[] tensors, Tensor index) -> Tensor");
     library.def("unpack_rows_(Tensor(a!)[] tensors, Tensor index, Tensor packed) -> ()");
     library.def("reduce_grads_(Tensor(a!) out, Tensor rows, Tensor offsets, Tensor order) -> ()");
+    // Kernels of a data plane (bindings/planes.h), on CUDA only.
+    library.def("exchange_counts(Tensor row, int plane, int num_ranks) -> Tensor");
+    library.def(
+        "stream_lists(Tensor slot_expert, Tensor copy_offsets, Tensor copy_slots, int plane, "
+        "int size) -> Tensor");
+    library.def(
+        "replicate_(Tensor slot_expert, Tensor copy_offsets, Tensor copy_slots, Tensor lists, "
+        "Tensor home, Tensor(a!)[] spare, int plane) -> ()");
+    library.def(
+        "reduce_across_(Tensor slot_expert, Tensor copy_offsets, Tensor copy_slots, Tensor lists, "
+        "Tensor slot_table, Tensor(a!)[] slot_grads, Tensor(b!)[] home_grads, int plane) -> ()");
     library.def("build_info() -> str");
 }
 

@@ -14,8 +14,10 @@ constexpr int64_t kMaxPartsPerMillion = 1000000000;  // caps and tolerances: 100
 constexpr int kMaxTopK = 64;                         // routed experts per token
 constexpr int kMaxCandidates = 256;  // of one solve; the list travels as a kernel argument
 
-// Costs in nanoseconds: products with 2^31 tokens or 2^14 copies stay below 2^61.
+// Costs in nanoseconds. Their products with 2^31 tokens, of which 4 exchanges are counted, and with
+// 2^14 copies, and the sum of those products, stay below 2^63.
 constexpr int64_t kMaxCost = int64_t{1} << 29;
+constexpr int64_t kMaxInterference = 1000;  // parts per thousand: then hiding gains nothing
 
 // Sums of tokens are int32, so one plan covers at most this many routed (token, expert) pairs.
 constexpr int64_t kMaxTokens = INT32_MAX;

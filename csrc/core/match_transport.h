@@ -6,6 +6,11 @@
 // every rank proposes to the expert it would like best, by the tokens it could take, by topology
 // and by the hint, and every expert accepts the best proposal, until nobody proposes any more.
 //
+// Beyond the paper: a rank keeps its last slot where the match would waste more room than all ranks
+// together can spare, and what is left over goes through the last resort of the other policies
+// (refine_node.h), whose sources give more than their excess where that fills a room exactly.
+// Without this a few percent of excess find room but no slot.
+//
 // The Sinkhorn-Knopp iteration has a closed form per node: the kernel exp(-cost / lambda) takes two
 // values only, so the scalings of two ranks of one node differ by their supplies alone, and the
 // iteration runs on N numbers for each side instead of R.
@@ -99,11 +104,24 @@ TOPOEP_TEAM void sinkhorn(const Team& team, const Candidate& c) {
     }
 }
 
+// Room that can still be used, less all excess: how much room a match may waste.
+template <class Team>
+TOPOEP_TEAM int64_t usable_slack(const Team& team, const Candidate& c) {
+    int64_t slack = 0;
+    for (int p = team.lane(); p < c.shape.num_ranks; p += team.size()) {
+        slack += c.room(p) - max32(c.load[p] - c.cap, 0);
+    }
+    return team.sum(slack);
+}
+
 // How much rank p would like a copy of the expert, in tokens with kScoreBits of fraction; -1: not.
-TOPOEP_HD int64_t copy_score(const Candidate& c, int64_t mean_per_expert, int expert, int p) {
+TOPOEP_HD int64_t copy_score(const Candidate& c, int64_t mean_per_expert, int64_t slack, int expert,
+                             int p) {
     const Transport& t = c.transport;
-    const int32_t tokens = min32(t.spill[expert], max32(c.cap - c.load[p], 0));
-    if (tokens <= 0 || c.home_rank(expert) == p || c.holds(p, expert)) {
+    const int32_t room = c.room(p);
+    const int32_t tokens = min32(t.spill[expert], room);
+    const bool wasteful = c.free[p] == 1 && room - tokens > max64(slack, 0);
+    if (tokens <= 0 || wasteful || c.home_rank(expert) == p || c.holds(p, expert)) {
         return -1;
     }
     const int from = c.home_node(expert);
@@ -118,12 +136,13 @@ TOPOEP_HD int64_t copy_score(const Candidate& c, int64_t mean_per_expert, int ex
 }
 
 template <class Team>
-TOPOEP_TEAM void propose(const Team& team, const Candidate& c, int64_t mean_per_expert, int p) {
+TOPOEP_TEAM void propose(const Team& team, const Candidate& c, int64_t mean_per_expert,
+                         int64_t slack, int p) {
     constexpr int64_t kMaxScore = (int64_t{1} << 45) - 1;
     uint64_t best = kNothing;
-    if (!c.transport.matched[p] && c.free[p] > 0 && c.load[p] < c.cap) {
+    if (!c.transport.matched[p] && c.room(p) > 0) {
         for (int e = team.lane(); e < c.shape.num_experts; e += team.size()) {
-            const int64_t score = copy_score(c, mean_per_expert, e, p);
+            const int64_t score = copy_score(c, mean_per_expert, slack, e, p);
             if (score >= 0) {
                 best = min64(best, static_cast<uint64_t>(kMaxScore - score) << 16 |
                                        static_cast<uint64_t>(e));
@@ -167,8 +186,10 @@ TOPOEP_TEAM int match_transport(const Group& group, int64_t total_tokens, Candid
         }
         team.sync();
         for (bool proposed = true; proposed; ++steps) {
-            group.each(c.shape.num_ranks,
-                       [&](const auto& warp, int p) { propose(warp, c, mean_per_expert, p); });
+            const int64_t slack = usable_slack(team, c);
+            group.each(c.shape.num_ranks, [&](const auto& warp, int p) {
+                propose(warp, c, mean_per_expert, slack, p);
+            });
             uint64_t any = kNothing;
             for (int p = team.lane(); p < c.shape.num_ranks; p += team.size()) {
                 any = min64(any, t.proposal[p]);

@@ -46,6 +46,7 @@ TOPOEP_TEAM void make_copies(const Group& group, const Objective& objective, con
     if (c.policy.transport) {
         const int steps = match_transport(group, total_tokens, c);
         count_steps(group.all(), &c.steps[0], steps);
+        sort_loads(group.all(), c.shape, c.topology, own);
     } else {
         const bool local = c.policy.node_step && c.policy.locality && objective.kind == kTime;
         if (local) {
@@ -60,9 +61,8 @@ TOPOEP_TEAM void make_copies(const Group& group, const Objective& objective, con
                 count_steps(team, &c.steps[1], refine_node(team, c, n));
             });
         }
-        group.one(
-            [&](const auto& team) { count_steps(team, &c.steps[2], refine_cluster(team, c)); });
     }
+    group.one([&](const auto& team) { count_steps(team, &c.steps[2], refine_cluster(team, c)); });
     group.one([&](const auto& team) { count_steps(team, &c.steps[3], drop_copies(team, c)); });
 }
 

@@ -82,6 +82,9 @@ using emu::store_relaxed;
 __forceinline__ uint4 load_streaming(const uint4* address) {
     return *address;
 }
+__forceinline__ uint2 load_streaming(const uint2* address) {
+    return *address;
+}
 
 inline uint64_t global_timer() {
     return static_cast<uint64_t>(emu::clock());
@@ -153,12 +156,21 @@ __device__ __forceinline__ void store_relaxed(T* address, std::common_type_t<T> 
     *static_cast<volatile T*>(address) = value;
 }
 
-// A 16-byte load of data that is read once: it leaves the L1 cache to others. Unlike __ldg it may
-// read what other blocks or GPUs wrote during the kernel.
+// A 16- or 8-byte load of data that is read once: it leaves the L1 cache to others. Unlike __ldg it
+// may read what other blocks or GPUs wrote during the kernel.
 __device__ __forceinline__ uint4 load_streaming(const uint4* address) {
     uint4 value;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address)
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint2 load_streaming(const uint2* address) {
+    uint2 value;
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(value.x), "=r"(value.y)
                  : "l"(address)
                  : "memory");
     return value;

@@ -64,7 +64,7 @@ struct Case {
         problem.shape = {ranks, nodes, num_experts, spare};
         problem.topology = view_topology_table(table.data(), ranks);
         problem.counts = counts.data();
-        problem.objective = {kBalance, 10000, 3};
+        problem.objective = {kBalance, 10000, 3, {}};
         const int width = problem.shape.slots_per_rank();
         for (auto* slots : {&slot_expert, &slot_source, &slot_tokens, &copy_slots}) {
             slots->resize(problem.shape.num_spare());

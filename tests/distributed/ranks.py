@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -78,6 +81,57 @@ def _collect(pipes: list[Connection], timeout_s: float) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended."""
+
+    exit_code: int | None  # 0: came back; negative: killed by that signal; None: still running
+    error: str  # its traceback; empty if it came back or died without a word
+    value: Any
+
+
+def run_to_the_end(
+    world_size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    group_timeout_s: float,
+    timeout_s: float,
+) -> list[Outcome]:
+    """Like :func:`run_ranks` for ranks that are expected to fail: how each of them ended.
+
+    A rank that raises ends its process at once, as in training; what is still running after
+    ``timeout_s`` is killed and has exit code None.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{Path(folder) / 'store'}"
+        pipes, processes = [], []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_main,
+                args=(rank, world_size, store, sender, function, arguments, group_timeout_s),
+            )
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        deadline = time.monotonic() + timeout_s
+        outcomes = []
+        for process, pipe in zip(processes, pipes, strict=True):
+            process.join(max(deadline - time.monotonic(), 0))
+            code = process.exitcode
+            try:
+                error, value = pickle.loads(pipe.recv_bytes()) if pipe.poll() else ("", None)
+            except EOFError:
+                error, value = "", None
+            outcomes.append(Outcome(code, error or "", value))
+        for process in processes:
+            process.kill()
+            process.join()
+    return outcomes
+
+
 def _main(
     rank: int,
     world_size: int,
@@ -85,6 +139,7 @@ def _main(
     sender: Connection,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
+    group_timeout_s: float = 60.0,
 ) -> None:
     torch.set_num_threads(1)
     try:
@@ -93,10 +148,12 @@ def _main(
             init_method=store,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=group_timeout_s),
         )
         answer = None, function(rank, *arguments)
     except BaseException:
         answer = traceback.format_exc(), None
     sender.send_bytes(pickle.dumps(answer))
     sender.close()
+    if answer[0] is not None:
+        os._exit(1)  # at once, as a trainer that raised

@@ -40,8 +40,11 @@ def weights(dtype: torch.dtype = torch.float32) -> list[tuple[torch.Tensor, ...]
         ({"spare_slots": -1}, "spare_slots=-1; expected 0 to 16"),
         ({"spare_slots": 17}, "kMaxSpareSlots"),
         ({"replica_policy": "drop"}, "replica_policy='drop'; expected one of refetch, keep"),
-        ({"transport": "smoke"}, "transport='smoke'; expected one of auto, c10d, local"),
-        ({"transport": "c10d"}, "needs group="),
+        ({"transport": "smoke"}, "transport='smoke'; expected one of auto, nccl, c10d, local"),
+        ({"transport": "c10d"}, "transport='c10d' needs group="),
+        ({"transport": "nccl"}, "transport='nccl' needs group="),
+        ({"slot_buffers": 0}, "slot_buffers=0; expected 1 to 64"),
+        ({"slot_buffers": 65}, "slot_buffers=65; expected 1 to 64"),
     ],
 )
 def test_constructor(arguments, message):
@@ -67,7 +70,11 @@ def test_topology(arguments, message):
 
 @pytest.mark.parametrize(
     ("tolerance", "weight", "message"),
-    [(-0.1, 3, "tolerance=-0.1"), (float("nan"), 3, "tolerance=nan"), (0.01, 0, "cross_weight=0")],
+    [
+        (-0.1, 3, "tolerance is -0.1"),
+        (float("nan"), 3, "tolerance is nan"),
+        (0.01, 0, "cross_weight=0"),
+    ],
 )
 def test_objective(tolerance, weight, message):
     with pytest.raises(ValueError, match=message):
@@ -231,7 +238,40 @@ def disagree(rank: int, name: str, values: list) -> None:
             [topoep.Balance(0.01), topoep.Balance(0.01), topoep.Even(), topoep.Even()],
             "ranks 0 and 2 .* disagree on objective",
         ),
+        (
+            "objective",
+            [topoep.Balance(0.01)] * 3 + [topoep.Balance(0.01, cross_weight=4)],
+            "ranks 0 and 3 .* disagree on objective",
+        ),
+        (
+            "objective",
+            [
+                topoep.Time(topoep.CostModel.from_model(64, 32, hardware=hardware))
+                for hardware in ("H800", "H800", "H100", "H800")
+            ],
+            "ranks 0 and 2 .* disagree on cost_model",
+        ),
+        (
+            "solver",
+            ["portfolio", "taot", "portfolio", "portfolio"],
+            "ranks 0 and 1 .* disagree on solver",
+        ),
+        (
+            "candidates",
+            [[topoep.Candidate("mean+1%", "F")]] * 3 + [[topoep.Candidate("mean+1%", "F0")]],
+            "ranks 0 and 3 .* disagree on candidates",
+        ),
+        (
+            "candidates",  # their order decides between equal keys
+            [
+                [topoep.Candidate("mean+1%", policy) for policy in policies]
+                for policies in (("F", "F0"), ("F0", "F"), ("F", "F0"), ("F", "F0"))
+            ],
+            "ranks 0 and 1 .* disagree on candidates",
+        ),
         ("replica_policy", ["keep", "refetch", "keep", "keep"], "disagree on replica_policy"),
+        ("slot_buffers", [1, 1, 1, 2], r"ranks 0 and 3 .* disagree on slot_buffers \(1 and 2\)"),
+        ("comm_sms", [24, 8, 24, 24], r"ranks 0 and 1 .* disagree on comm_sms \(24 and 8\)"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
@@ -305,3 +345,9 @@ def test_experts_module_arguments(balancer):
     plan = balancer.plan([ids, ids])
     with pytest.raises(ValueError, match="not made for the topk_ids of rank 0"):
         layer([x, x], [ids + 1, ids], [w, w], plan=plan)
+
+
+def test_debug_mode_is_zero_or_one(monkeypatch):
+    monkeypatch.setenv("TOPOEP_DEBUG", "yes")
+    with pytest.raises(ValueError, match="TOPOEP_DEBUG='yes'; expected 0 or 1"):
+        topoep.Balancer(topoep.Topology(1, 2), 4)

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -31,8 +32,11 @@ class Setup:
     dtype: torch.dtype = torch.float64
     tolerance: float = 1e-10
     policy: str = "refetch"
+    buffers: int = 1
+    chunks: int = 1
     layers: int = 1
     microbatches: int = 1
+    in_flight: int = 99  # microbatches whose backward is still to come, at most
     recompute: str = ""  # "": none, "layer", "selective" or "contexts"
     frozen: bool = False
     seed: int = 0
@@ -51,13 +55,23 @@ def problems_of(setup: Setup, rank: int) -> list[Problem]:
 def build_layers(setup: Setup, rank: int, group: dist.ProcessGroup) -> list[topoep.BalancedExperts]:
     topology = topoep.Topology(node_of_rank=setup.nodes)
     balancer = topoep.Balancer(
-        topology, setup.experts, setup.spare, group=group, replica_policy=setup.policy
+        topology,
+        setup.experts,
+        setup.spare,
+        group=group,
+        replica_policy=setup.policy,
+        slot_buffers=setup.buffers,
     )
     home = setup.experts // topology.num_ranks
     layers = []
     for i in range(setup.layers):
         layer = topoep.BalancedExperts(
-            setup.experts, HIDDEN, WIDTH, balancer=balancer, dtype=setup.dtype
+            setup.experts,
+            HIDDEN,
+            WIDTH,
+            balancer=balancer,
+            dtype=setup.dtype,
+            num_chunks=setup.chunks,
         )
         gate_up, down = make_weights(setup.experts, HIDDEN, WIDTH, setup.dtype, seed=i)
         with torch.no_grad():
@@ -129,16 +143,20 @@ def reference_results(setup: Setup, rank: int, group: dist.ProcessGroup):
 
 
 def compare(setup: Setup, rank: int, group: dist.ProcessGroup) -> int:
-    """Runs forward for all microbatches, then backward in the same order (1F1B keeps it)."""
+    """Runs forward and backward of all microbatches, the oldest backward first (1F1B)."""
     place = dist.get_rank(group)
     layers = build_layers(setup, place, group)
-    runs = []
+    runs, waiting = [], deque()
     for problem in problems_of(setup, place):
         x = problem.x.clone().requires_grad_()
         w = problem.weights.clone().requires_grad_()
-        runs.append((problem, x, w, run_model(layers, problem, x, w, setup)))
-    for problem, _, _, y in runs:
-        y.backward(problem.grad_y)
+        y = run_model(layers, problem, x, w, setup)
+        runs.append((problem, x, w, y))
+        waiting.append((y, problem.grad_y))
+        if len(waiting) == setup.in_flight:
+            torch.autograd.backward(*waiting.popleft())
+    for y, grad_y in waiting:
+        y.backward(grad_y)
     outputs, grads = reference_results(setup, place, group)
     got = [grad for _, x, w, _ in runs for grad in (x.grad, w.grad)]
     for layer in layers:
@@ -203,6 +221,52 @@ def test_checkpointed_layers(recompute):
 def test_checkpointed_layers_with_an_empty_rank_and_microbatches_in_flight():
     """A rank without tokens sees the same ids in every microbatch: only the contexts can tell."""
     check(Setup([0, 0, 1, 1], 8, [24, 0, 17, 30], layers=2, microbatches=3, recompute="contexts"))
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("spare", [0, 2])
+def test_tokens_in_chunks(chunks, spare):
+    nodes, tokens = [0, 0, 1, 1], [24, 9, 0, 30]
+    setup = Setup(nodes, 12, tokens, spare, chunks=chunks, layers=2, microbatches=2)
+    if spare:
+        check(setup)
+    else:
+        run_ranks(4, on_world, setup)
+
+
+def test_checkpointed_layers_with_tokens_in_chunks():
+    check(Setup([0, 0, 1, 1], 8, [24, 9, 17, 30], layers=3, recompute="layer", chunks=2))
+
+
+@pytest.mark.parametrize("recompute", ["", "contexts"])
+def test_several_buffers_for_microbatches_in_flight(recompute):
+    setup = Setup([0, 0, 1, 1], 8, [24, 9, 0, 30], layers=2, microbatches=3, recompute=recompute)
+    setup.buffers = 2
+    check(setup)
+
+
+def one_step_of_two_layers(rank: int, setup: Setup) -> bytes:
+    """All outputs and gradients of two microbatches, as bytes."""
+    layers = build_layers(setup, rank, dist.group.WORLD)
+    runs = []
+    for problem in problems_of(setup, rank):
+        x = problem.x.clone().requires_grad_()
+        w = problem.weights.clone().requires_grad_()
+        runs.append((problem, x, w, run_model(layers, problem, x, w, setup)))
+    tensors = []
+    for problem, x, w, y in runs:
+        y.backward(problem.grad_y)
+        tensors += [y.detach(), x.grad, w.grad]
+    tensors += [p.grad for layer in layers for p in layer.parameters()]
+    return b"".join(t.numpy().tobytes() for t in tensors)
+
+
+def test_chunks_buffers_and_policies_change_no_bit():
+    """Every expert computes the same rows in the same order, whatever overlaps."""
+    base = Setup([0, 0, 1, 1], 8, [24, 9, 0, 30], layers=2, microbatches=2, dtype=torch.float32)
+    expected = run_ranks(4, one_step_of_two_layers, base)
+    for change in ({"chunks": 2}, {"chunks": 3}, {"buffers": 3}, {"policy": "keep"}):
+        assert run_ranks(4, one_step_of_two_layers, replace(base, **change)) == expected
 
 
 def test_frozen_experts_still_give_input_gradients():

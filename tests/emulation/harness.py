@@ -43,13 +43,15 @@ _COMMON_FLAGS = ["-std=c++17", "-g", "-fPIC", "-Wall", "-Wextra", "-Werror"]
 # The runtime must not be instrumented itself, nor show its functions to other libraries.
 _RUNTIME_FLAGS = [*_COMMON_FLAGS, "-O2", "-fvisibility=hidden", f"-I{HERE / 'include'}"]
 # What device code promises: integers wrap, and floats are computed as written. Without sibling
-# calls every return address names the line that called.
+# calls every return address names the line that called. Without unique symbols two units in one
+# process, which may hold the same kernels, do not share the places of shared variables.
 _UNIT_FLAGS = [
     *_COMMON_FLAGS,
     "-DTOPOEP_EMULATE",
     "-fwrapv",
     "-ffp-contract=off",
     "-fno-optimize-sibling-calls",
+    "-fno-gnu-unique",
     *_INCLUDES,
 ]
 _INSTRUMENTED_FLAGS = ["-O1", "-fsanitize=thread,alignment"]

@@ -23,6 +23,7 @@ CANDIDATES = [
     Candidate("mean+0.2%", "H12120"),
     Candidate("mean+1%", "H12112l"),
     Candidate("mean+0%", "T"),
+    Candidate("mean+1%", "T"),
 ]
 COST = topoep.CostModel(
     token=100, instance=50, copy=3000, cross_copy=900, grad=5000, cross_grad=1500, network_row=40,

@@ -2,31 +2,36 @@
 """The planner of docs/algorithm.md, sections 1 to 8, in plain Python and by no other source.
 
 Written to be compared with the page line by line: one function per step, lists and loops, the words
-of the page. It is slow on purpose.
+of the page. It is slow on purpose. Sections 5b and 7b have files of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
+
+from tests.oracle.match_transport import match_transport
+from tests.oracle.predicted_time import Costs, predicted_time
 
 Counts = Sequence[Sequence[int]]
 
 PARTS_PER_MILLION = 1_000_000
 SAVED_ROOM_LIMIT = 2**22 - 1
+NEVER_LOCAL = 2**31 - 1
 
 
 # ---- what goes in and comes out ------------------------------------------------------------------
 
 
 class Objective(NamedTuple):
-    """Section 7: ``kind`` is "balance" or "even"; the tolerance is in parts per million."""
+    """Section 7: ``kind`` is "balance", "even" or "time"; the tolerance is in parts per million."""
 
     kind: str
     tolerance: int = 0
     cross_weight: int = 3
+    costs: Costs | None = None  # of "time"
 
 
 class Policy(NamedTuple):
@@ -40,6 +45,8 @@ class Policy(NamedTuple):
     item_order: int = 0
     fit: int = 0
     affinity: str = ""
+    local: bool = False
+    transport: bool = False
 
 
 class Copy(NamedTuple):
@@ -58,10 +65,25 @@ class Solved:
     copies: list[Copy]
     home: list[int]
     load: list[int]
+    steps: int
+    counts: Counts  # by position and planner expert id
 
     @property
     def max_load(self) -> int:
         return max(self.load)
+
+    def tokens_moved(self, layout: Layout) -> Iterator[tuple[tuple[int, int], int]]:
+        """((source position, holder position), tokens) of all experts, by the split."""
+        quotas = [{layout.home_position(e): at_home} for e, at_home in enumerate(self.home)]
+        for c in self.copies:
+            quotas[c.expert][c.position] = c.tokens
+        for expert, quota in enumerate(quotas):
+            tokens = [row[expert] for row in self.counts]
+            if len(quota) > 1:
+                yield from split_expert(tokens, quota, layout).items()
+            else:
+                (home,) = quota
+                yield from (((source, home), amount) for source, amount in enumerate(tokens))
 
 
 @dataclass(frozen=True)
@@ -79,6 +101,9 @@ class Plan:
     max_load: int
     copies: int
     pairs: int
+    steps: int
+    predicted_ns_before: int
+    predicted_ns: int
 
 
 # ---- section 1: ids ------------------------------------------------------------------------------
@@ -158,9 +183,22 @@ def cap_of(text: str, load: Sequence[int], layout: Layout) -> int:
 def parse_policy(text: str) -> Policy:
     if text in ("F", "F0"):
         return Policy(nodes_first=False, near_first=text == "F")
+    if text == "T":
+        return Policy(nodes_first=False, near_first=True, transport=True)
     assert text[0] == "H", text
     digits = [int(digit) for digit in text[1:6]]
-    return Policy(True, True, digits[0], digits[1], digits[2] == 1, digits[3], digits[4], text[6:])
+    suffix = text[6:]
+    return Policy(
+        True,
+        True,
+        digits[0],
+        digits[1],
+        digits[2] == 1,
+        digits[3],
+        digits[4],
+        affinity=suffix.removesuffix("l"),
+        local=suffix.endswith("l"),
+    )
 
 
 # ---- section 3: state of a candidate -------------------------------------------------------------
@@ -180,6 +218,7 @@ class State:
         ]
         self.free = [layout.spare_slots] * layout.num_ranks
         self.copies: dict[tuple[int, int], int] = {}  # (expert, position) -> tokens
+        self.steps = 0
 
     def excess(self, p: int) -> int:
         return self.load[p] - self.cap
@@ -227,6 +266,35 @@ class Import:
 
     expert: int
     tokens: int
+
+
+def tokens_from(state: State, node: int, expert: int) -> int:
+    """from(n, e)."""
+    return sum(state.counts[p][expert] for p in state.layout.positions_of_node[node])
+
+
+def least_local_tokens(layout: Layout, costs: Costs) -> int:
+    """From so many tokens on, a copy across nodes costs less than the tokens."""
+    if costs.network_row == 0:
+        return NEVER_LOCAL
+    ranks = -(-layout.num_ranks // len(layout.nodes))
+    return -(-(2 * costs.cross_copy + costs.cross_grad) * ranks // (4 * costs.network_row))
+
+
+def import_local(state: State, costs: Costs, imports: dict[int, list[Import]]) -> None:
+    """For locality first."""
+    layout = state.layout
+    least = max(least_local_tokens(layout, costs), 2)
+    for n in layout.nodes:
+        wanted = [
+            (tokens, e)
+            for e in range(layout.num_experts)
+            if layout.home_node(e) != n and (tokens := tokens_from(state, n, e)) >= least
+        ]
+        wanted.sort(key=lambda one: (-one[0], one[1]))
+        for tokens, e in wanted[: len(layout.positions_of_node[n]) * layout.spare_slots]:
+            imports[n].append(Import(e, tokens - 1))
+            state.take_from_home(e, tokens - 1)
 
 
 def smallest_useful_room(state: State) -> int:
@@ -312,9 +380,7 @@ def choose_importer(
         if fitting:
 
             def saved(n: int) -> int:
-                come = sum(state.counts[p][expert] for p in layout.positions_of_node[n])
-                already = sum(entry.tokens for entry in imports[n] if entry.expert == expert)
-                return max(min(tokens, rooms[n], come - already), 0)
+                return min(tokens, rooms[n], tokens_from(state, n, expert))
 
             return min(fitting, key=lambda n: (-saved(n), min(rooms[n], SAVED_ROOM_LIMIT), n))
     for amount in (tokens, least):
@@ -324,21 +390,20 @@ def choose_importer(
     return min(nodes, key=lambda n: (-rooms[n], n), default=None)
 
 
-def add_import(entries: list[Import], expert: int, tokens: int) -> None:
-    for entry in entries:
-        if entry.expert == expert:
-            entry.tokens += tokens
-            return
-    entries.append(Import(expert, tokens))
-
-
-def place_nodes(state: State) -> dict[int, list[Import]]:
+def place_nodes(state: State, costs: Costs | None) -> dict[int, list[Import]]:
     """Step A: the import list of every node."""
     layout = state.layout
-    smallest = smallest_useful_room(state)
-    rooms = {n: node_room(state, layout.positions_of_node[n], smallest) for n in layout.nodes}
     imports: dict[int, list[Import]] = {n: [] for n in layout.nodes}
+    if state.policy.local and costs is not None:
+        import_local(state, costs, imports)
+    smallest = smallest_useful_room(state)
+    rooms = {
+        n: node_room(state, layout.positions_of_node[n], smallest)
+        - sum(entry.tokens for entry in imports[n])
+        for n in layout.nodes
+    }
     while min(rooms.values()) < 0:
+        state.steps += 1
         exporter = min(layout.nodes, key=lambda n: (rooms[n], n))
         surplus = -rooms[exporter]
         source = choose_source(state, layout.positions_of_node[exporter], surplus)
@@ -353,7 +418,7 @@ def place_nodes(state: State) -> dict[int, list[Import]]:
             rooms[exporter] = 0
             continue
         m = min(tokens, rooms[importer])
-        add_import(imports[importer], expert, m)
+        imports[importer].append(Import(expert, m))
         state.take_from_home(expert, m)
         rooms[exporter] += m
         rooms[importer] -= m
@@ -386,6 +451,7 @@ class Domain:
     is_node: bool
     items: list[Item] = field(default_factory=list)
     slack: int = 0
+    handled: int = 0
 
 
 def next_item(items: Sequence[Item], item_order: int) -> Item | None:
@@ -514,8 +580,8 @@ def relieve_rank(state: State, domain: Domain, x: Item) -> None:
 
 def refine(
     state: State, positions: list[int], is_node: bool, imports: Sequence[Import]
-) -> list[Import]:
-    """Steps B and C; returns the dead imports with what is left of them."""
+) -> tuple[list[Import], int]:
+    """Steps B and C; returns the dead imports with what is left of them, and items handled."""
     domain = Domain(positions, is_node)
     domain.items = [
         Item(entry.tokens, expert=entry.expert, index=i) for i, entry in enumerate(imports)
@@ -525,15 +591,17 @@ def refine(
     ]
     domain.slack = sum(state.room(p) for p in positions) - sum(item.a for item in domain.items)
     while (x := next_item(domain.items, state.policy.item_order)) is not None:
+        domain.handled += 1
         if x.is_import:
             place_import(state, domain, x)
         else:
             relieve_rank(state, domain, x)
-    return [
+    dead = [
         Import(item.expert, item.a)
         for item in domain.items
         if item.expert is not None and not item.live and item.a > 0
     ]
+    return dead, domain.handled
 
 
 # ---- section 6, step D: drop superfluous copies --------------------------------------------------
@@ -544,10 +612,14 @@ def drop_superfluous_copies(state: State) -> None:
 
     def others(expert: int, position: int) -> list[int]:
         """The home rank, then the other holders by ascending position."""
-        copies = sorted(p for e, p in state.copies if e == expert and p != position)
+        copies = sorted(p for p in holders[expert] if p != position)
         return [state.layout.home_position(expert), *copies]
 
     while True:
+        state.steps += 1
+        holders: dict[int, list[int]] = {}
+        for expert, position in state.copies:
+            holders.setdefault(expert, []).append(position)
         fits = [
             (q, expert, position)
             for (expert, position), q in state.copies.items()
@@ -573,35 +645,37 @@ def drop_superfluous_copies(state: State) -> None:
 # ---- a candidate ---------------------------------------------------------------------------------
 
 
+def steps_b(state: State, imports: dict[int, list[Import]]) -> None:
+    """Step B in every node, and the way home of dead imports."""
+    layout = state.layout
+    dead: list[Import] = []
+    most = 0
+    for node in layout.nodes:
+        dead_here, handled = refine(state, layout.positions_of_node[node], True, imports[node])
+        dead += dead_here
+        most = max(most, handled)
+    state.steps += most
+    for entry in dead:
+        state.give_to_home(entry.expert, entry.tokens)
+
+
 def solve_candidate(
-    counts: Counts,
-    node_of_rank: Sequence[int],
-    spare_slots: int,
-    cap_text: str,
-    policy_text: str = "F",
+    counts: Counts, layout: Layout, cap_text: str, policy_text: str, costs: Costs | None
 ) -> Solved:
-    """Sections 3 to 6 for one (cap, policy)."""
-    layout = Layout(node_of_rank, len(counts[0]), spare_slots)
-    return _solve_candidate(layout.planner_counts(counts), layout, cap_text, policy_text)
-
-
-def _solve_candidate(counts: Counts, layout: Layout, cap_text: str, policy_text: str) -> Solved:
+    """Sections 3 to 6 for one (cap, policy) on planner counts."""
     policy = parse_policy(policy_text)
     state = State(counts, layout, 0, policy)
     if cap_text != "none":
         state.cap = cap_of(cap_text, state.load, layout)
-        if policy.nodes_first:
-            imports = place_nodes(state)
-            dead: list[Import] = []
-            for node in layout.nodes:
-                dead += refine(state, layout.positions_of_node[node], True, imports[node])
-            for entry in dead:
-                state.give_to_home(entry.expert, entry.tokens)
-        refine(state, list(range(layout.num_ranks)), False, [])
+        if policy.transport:
+            match_transport(state)
+        elif policy.nodes_first:
+            steps_b(state, place_nodes(state, costs))
+        state.steps += refine(state, list(range(layout.num_ranks)), False, [])[1]
         drop_superfluous_copies(state)
     copies = [Copy(e, p, tokens) for (e, p), tokens in sorted(state.copies.items())]
     cap = None if cap_text == "none" else state.cap
-    return Solved(cap, copies, state.home, state.load)
+    return Solved(cap, copies, state.home, state.load, state.steps, counts)
 
 
 # ---- section 7: choosing the winner --------------------------------------------------------------
@@ -613,7 +687,16 @@ def count_pairs(copies: Sequence[Copy], layout: Layout) -> int:
     return sum(node != layout.home_node(expert) for expert, node in pairs)
 
 
-def key(solved: Solved, layout: Layout, objective: Objective) -> tuple[int, int, int]:
+def time_of(solved: Solved, layout: Layout, objective: Objective) -> int:
+    """Predicted nanoseconds; 0 for objectives that have none."""
+    return 0 if objective.costs is None else predicted_time(solved, layout, objective.costs)
+
+
+def key(
+    solved: Solved, empty: Solved, layout: Layout, objective: Objective
+) -> tuple[int, int, int]:
+    if objective.kind == "time":
+        return int(solved.max_load > empty.max_load), time_of(solved, layout, objective), 0
     pairs = count_pairs(solved.copies, layout)
     weighted = len(solved.copies) + (objective.cross_weight - 1) * pairs
     if objective.kind == "balance":
@@ -634,10 +717,11 @@ def solve(
     layout = Layout(node_of_rank, len(counts[0]), spare_slots)
     by_position = layout.planner_counts(counts)
     every = [
-        _solve_candidate(by_position, layout, *texts) for texts in [("none", "F"), *candidates]
+        solve_candidate(by_position, layout, *texts, objective.costs)
+        for texts in [("none", "F"), *candidates]
     ]
-    winner = min(range(len(every)), key=lambda i: (key(every[i], layout, objective), i))
-    return describe(every[winner], every[0], winner, layout)
+    winner = min(range(len(every)), key=lambda i: (key(every[i], every[0], layout, objective), i))
+    return describe(every[winner], every[0], winner, layout, objective)
 
 
 # ---- section 8: what the plan says ---------------------------------------------------------------
@@ -653,7 +737,9 @@ def source_of(expert: int, position: int, copies: Sequence[Copy], layout: Layout
     return layout.home_position(expert) if first == position else first
 
 
-def describe(solved: Solved, empty: Solved, winner: int, layout: Layout) -> Plan:
+def describe(
+    solved: Solved, empty: Solved, winner: int, layout: Layout, objective: Objective
+) -> Plan:
     slot_expert, slot_source, slot_tokens = [], [], []
     physical: dict[tuple[int, int], int] = {}  # (expert, position) -> physical id
     width = layout.home_slots + layout.spare_slots
@@ -683,6 +769,9 @@ def describe(solved: Solved, empty: Solved, winner: int, layout: Layout) -> Plan
         max_load=solved.max_load,
         copies=len(solved.copies),
         pairs=count_pairs(solved.copies, layout),
+        steps=solved.steps,
+        predicted_ns_before=time_of(empty, layout, objective),
+        predicted_ns=time_of(solved, layout, objective),
     )
 
 

@@ -124,4 +124,4 @@ class _BalancedAutoEP:
         plan, copies, _ = self.step
         experts = self.module.experts
         y = run_grouped(self.run_experts, x, num_tokens_per_expert, experts, copies, plan)
-        return self.layer.release(y, copies, plan)
+        return self.layer.release(y, plan)

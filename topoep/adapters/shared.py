@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapters share: balancers, and keeping copies in the autograd graph."""
+"""What the adapters share: balancers, a layer's calls on them, and experts run on copies."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from topoep.portfolio import Candidate
 from topoep.recompute import in_backward
 from topoep.topology import Topology
 from topoep.transports.base import Weights
+from topoep.transports.plane import DEFAULT_COMM_SMS
 
 #: Called with a layer's module and each plan made for it.
 OnPlan = Callable[[nn.Module, Plan], None]
@@ -37,8 +38,11 @@ class BalancerOptions:
 
     spare_slots: int = 2
     topology: Topology | None = None
+    transport: str = "auto"
     objective: Objective | None = None
     replica_policy: str = "refetch"
+    slot_buffers: int = 1
+    comm_sms: int = DEFAULT_COMM_SMS
     solver: str = "portfolio"
     candidates: Sequence[Candidate] | None = None
 
@@ -64,8 +68,11 @@ def shared_balancer(
             num_experts,
             options.spare_slots,
             group=group,
+            transport=options.transport,
             objective=options.objective,
             replica_policy=options.replica_policy,
+            slot_buffers=options.slot_buffers,
+            comm_sms=options.comm_sms,
             solver=options.solver,
             candidates=options.candidates,
         )
@@ -128,13 +135,9 @@ class BalancedLayer:
         """See :meth:`topoep.Balancer.replicate`."""
         return cast(Weights, self.balancer.replicate(weights, plan))
 
-    def release(self, y: Tensor, copies: Weights, plan: Plan) -> Tensor:
-        """See :meth:`topoep.Balancer.release`; ``y`` need not depend on the copies.
-
-        A rank whose copies got no tokens would otherwise leave out the collective that brings
-        gradients home, and the others would wait for it.
-        """
-        return cast(Tensor, self.balancer.release(_Attach.apply(y, *copies), plan))
+    def release(self, y: Tensor, plan: Plan) -> Tensor:
+        """See :meth:`topoep.Balancer.release`; ``y`` need not depend on the copies."""
+        return cast(Tensor, self.balancer.release(y, plan))
 
     def mark(self, y: Tensor, plan: Plan) -> Tensor:
         """Identity on the layer's output by which a recomputation finds the plan."""
@@ -195,14 +198,3 @@ def local_weight(weight: Tensor) -> Tensor:
     """This rank's experts, of a parameter that may be a DTensor."""
     local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
     return local.contiguous()
-
-
-class _Attach(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, *copies: Tensor) -> Tensor:
-        ctx.num_copies = len(copies)
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (grads[0], *[None] * ctx.num_copies)

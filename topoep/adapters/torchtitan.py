@@ -116,7 +116,7 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
             return run(rows, counts)
         plan, copies = self.step
         y = run_grouped(run, rows, counts, self.inner_experts, copies, plan)
-        return self.layer.release(y, copies, plan)
+        return self.layer.release(y, plan)
 
 
 @override(target=RoutedExperts.Config, exact=True, description="TopoEP: hot experts are copied")
@@ -129,8 +129,7 @@ def balance(
         config: of the routed experts, given by torchtitan.
         on_plan: called with a layer's module and each plan made for it, for example to log
             ``plan.stats()``; not for the recomputations of activation checkpointing.
-        **options: ``spare_slots``, ``topology``, ``objective``, ``replica_policy``, ``solver`` and
-            ``candidates`` of :class:`topoep.Balancer`. On the command line, as JSON after the name:
+        **options: those of :class:`topoep.Balancer`. On the command line, as JSON after the name:
             ``'topoep.adapters.torchtitan.balance={"spare_slots": 4}'``.
 
     Raises:

@@ -39,8 +39,7 @@ def register(name: str = "topoep", *, on_plan: OnPlan | None = None, **options: 
         name: for ``ep_implementation``.
         on_plan: called with an experts module and each plan made for it, for example to log
             ``plan.stats()``; not for the recomputations of activation checkpointing.
-        **options: ``spare_slots``, ``topology``, ``objective``, ``replica_policy``, ``solver`` and
-            ``candidates`` of :class:`topoep.Balancer`; the topology is that of the group if not
+        **options: those of :class:`topoep.Balancer`; the topology is that of the group if not
             given. Layers with the same group and number of experts share a balancer.
 
     Raises:
@@ -140,7 +139,7 @@ class BalancedEP:
         arrived = self.exchange._dispatch_tokens(hidden_states, physical, top_k_weights)
         tokens, slots, weights, state = arrived
         y = self._run_experts(tokens, slots, weights, dict(zip(names, copies, strict=True)), plan)
-        y = self.layer.release(y, copies, plan)
+        y = self.layer.release(y, plan)
         return self.layer.mark(self.exchange._combine_tokens(y, state), plan)
 
     def _own_rows(self, tokens: int) -> tuple[int, int]:

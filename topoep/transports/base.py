@@ -4,14 +4,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from topoep.plan import Plan
+from topoep.plan import Plan, PlanConfig
 
 #: The weight tensors of one rank's experts, experts in dimension 0.
 Weights = tuple[Tensor, ...]
+
+
+class Pending:
+    """Something that was started; :meth:`wait` makes the current stream wait for it, or the host.
+
+    Args:
+        wait: called by the first :meth:`wait`, None if there is nothing to wait for.
+    """
+
+    def __init__(self, wait: Callable[[], object] | None = None) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        """Waits; a second call does nothing."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
 
 
 class Transport(ABC):
@@ -34,6 +51,21 @@ class Transport(ABC):
     def gather_config(self, values: Tensor) -> Tensor:
         """Every rank's values of an int64 ``[F]`` CPU tensor: ``[R, F]``. Used once, at set-up."""
 
+    def configure(self, config: PlanConfig) -> None:  # noqa: B027  (an optional step)
+        """Called once, when all ranks agree on the configuration. May be collective."""
+
+    def close(self) -> None:  # noqa: B027
+        """Frees what the transport holds; nothing may be called after it. May be collective."""
+
+    def prepare(self, plan: Plan) -> None:  # noqa: B027
+        """Called once for every new plan: a transport may enqueue work that only needs the plan."""
+
+    def share(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027
+        """Moves tensors to memory that other ranks can read, where that helps. May be collective.
+
+        Each tensor keeps its identity and gets other storage (``tensor.data``).
+        """
+
     @abstractmethod
     def exchange(self, counts: Sequence[Tensor]) -> Tensor:
         """The counts of all ranks, int32 ``[R, E]``, from each held rank's int32 ``[E]``."""
@@ -51,12 +83,36 @@ class Transport(ABC):
         the gradient goes back along the same splits.
         """
 
+    def start_all_to_all(
+        self,
+        rows: Sequence[Tensor],
+        send_splits: Sequence[Sequence[int]],
+        recv_splits: Sequence[Sequence[int]],
+    ) -> Callable[[], list[Tensor]]:
+        """As :meth:`all_to_all`, under way until the result is called, where possible.
+
+        Several may be under way; call their results in the order in which they were started. In
+        backward the gradients travel in the same way.
+        """
+        received = self.all_to_all(rows, send_splits, recv_splits)
+        return lambda: received
+
     @abstractmethod
     def replicate(self, plan: Plan, weights: Sequence[Weights], out: Sequence[Weights]) -> None:
         """Copies weights ``[H, ...]`` of hot experts into the spare slots ``[S, ...]`` of ``out``.
 
         Bytes are moved as they are, whatever the dtype. Empty slots keep what they hold.
         """
+
+    def start_replicate(
+        self, plan: Plan, weights: Sequence[Weights], out: Sequence[Weights]
+    ) -> Pending:
+        """As :meth:`replicate`, beside what the caller enqueues until it waits, where possible.
+
+        Transports that move data on the host, or need lists there, are done when this returns.
+        """
+        self.replicate(plan, weights, out)
+        return Pending()
 
     @abstractmethod
     def reduce_grads(

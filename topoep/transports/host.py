@@ -105,7 +105,7 @@ def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _accumulators(grads: Weights) -> Tensor:
     dtype = max((_accumulator_dtype(g.dtype) for g in grads), key=lambda d: d.itemsize)
-    return torch.cat([g.flatten(1).to(dtype) for g in grads], dim=1)
+    return torch.cat([g.reshape(g.shape[0], -1).to(dtype) for g in grads], dim=1)
 
 
 def _flat_rows(tensors: Weights) -> list[Tensor]:

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data plane on simulated clusters: right bytes, right sums, bounded waits, no races.
+
+Every run goes through exchange of counts, weights forward, gradients home and an optimizer step,
+for two or three microbatches in ONE launch with the race checker on, over a network that delivers
+the pieces of operations in any order. A case is a seed: sizes, plans, delays and schedule follow.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from tests.emulation.harness import Emulator
+from tests.kernels import cluster as simulated
+from tests.kernels.cluster import SHORT, Cluster, expected_sent_bytes, run
+from tests.kernels.plans import KINDS, TOPOLOGIES, plan_tables, random_plan
+from topoep import Topology
+
+SMALL = {
+    "2x2": Topology(num_nodes=2, ranks_per_node=2),
+    "3x1": Topology(num_nodes=3, ranks_per_node=1),
+    "2x2-strided": Topology(node_of_rank=[0, 1, 0, 1]),
+}
+ORDERS = ("random", "warp_random")
+
+
+def random_case(seed: int, topologies: dict[str, Topology], **fixed):
+    """(cluster, plans, schedule) of a seed."""
+    g = random.Random(seed)
+    senders = g.choice([1, 2])
+    sizes = {
+        "topology": topologies[g.choice(sorted(topologies))],
+        "spare_slots": g.choice([1, 2, 3]),
+        "experts_per_rank": g.choice([1, 2]),
+        "row_bytes": g.choice([(400, 20, 1, 192), (16,), (48, 7), (1504,), (64, 4, 4, 4, 2000)]),
+        "elements": g.choice([(104, 13, 40), (8,), (24, 5), (392,), (1, 1, 700)]),
+        "workers": g.choice([1, 2, 3]),
+        "senders": senders,
+        "pullers": g.choice([1, 2, 3]),
+        "ring_slots": g.choice([1, 2, 3, 5]),
+        "staging_slots": senders * g.choice([1, 2, 3]),
+        "chunk_bytes": g.choice([128, 256]),
+        "tile_bytes": g.choice([128, 512]),
+        "bfloat16_slots": g.random() < 0.3,
+        "bfloat16_home": g.random() < 0.3,
+        "threads": g.choice([32, 32, 64]),
+        "exchange": g.random() < 0.5,
+        "delay": g.choice([0, 20, 200, 1500]),
+        "alternate": seed % 3 == 0,
+    }
+    # Weights may change only where the exchange keeps ranks from running ahead.
+    sizes["optimizer"] = sizes["exchange"]
+    sizes["slow_rank"] = g.choice([-1, -1, g.randrange(sizes["topology"].num_ranks)])
+    cluster = Cluster(**sizes | fixed)
+    rng = np.random.default_rng(seed)
+    plans = [
+        random_plan(
+            rng, cluster.topology, cluster.experts_per_rank, cluster.spare_slots, g.choice(KINDS)
+        )
+        for _ in range(g.choice([2, 3]))
+    ]
+    return cluster, plans, {"order": g.choice(ORDERS), "preempt": g.choice([0, 0, 3, 40])}
+
+
+def check(cluster: Cluster, plans, seed: int, **schedule) -> None:
+    outcome = run(cluster, plans, seed, **schedule)
+    assert outcome.reports == [], "\n".join(map(str, outcome.reports))
+    assert outcome.failures == []
+    assert outcome.wrong == []
+    assert outcome.sent_bytes.sum() == expected_sent_bytes(cluster, plans)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_every_topology_and_kind_of_plan(name, kind):
+    cluster = Cluster(TOPOLOGIES[name])
+    rng = np.random.default_rng(len(name) + 10 * len(kind))
+    plans = [random_plan(rng, cluster.topology, 2, 2, kind) for _ in range(2)]
+    check(cluster, plans, seed=len(name))
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_random_schedules(part):
+    for seed in range(part, 120, 8):
+        cluster, plans, schedule = random_case(seed, SMALL)
+        check(cluster, plans, seed, **schedule)
+
+
+def test_one_node_needs_no_senders():
+    cluster = Cluster(TOPOLOGIES["1x8"], senders=0, pullers=3)
+    rng = np.random.default_rng(1)
+    check(cluster, [random_plan(rng, cluster.topology, 2, 2, "full")] * 2, seed=1)
+
+
+def test_over_peer_memory():
+    """The network of simulated ranks in one GPU: puts are plain stores."""
+    unit = Emulator([simulated.UNIT], flags=["-DTOPOEP_TEST_PEER_MEMORY"])
+    for seed in range(10):
+        cluster, plans, schedule = random_case(seed, SMALL)
+        outcome = run(cluster, plans, seed, unit=unit, **schedule)
+        assert (outcome.reports, outcome.failures, outcome.wrong) == ([], [], [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_many_random_schedules(part):
+    for seed in range(1000 + part, 2200, 20):
+        cluster, plans, schedule = random_case(seed, SMALL | TOPOLOGIES)
+        check(cluster, plans, seed, **schedule)
+
+
+def hot_expert_plan(topology: Topology, holders_per_node: int):
+    """One expert of node 0, copied to the first ranks of every other node."""
+    slot_expert = np.full((topology.num_ranks, 1), -1, np.int32)
+    for node in range(1, topology.num_nodes):
+        for rank in topology.ranks_of_node(node)[:holders_per_node]:
+            slot_expert[rank, 0] = 1
+    return plan_tables(topology, topology.num_ranks, slot_expert)
+
+
+@pytest.mark.parametrize("holders", [1, 3])
+def test_every_nic_of_a_node_carries_the_same(holders):
+    """One hot expert to three remote nodes: at most 1.15 times the mean of the node's NICs."""
+    topology = Topology(num_nodes=4, ranks_per_node=4)
+    cluster = Cluster(topology, 1, 1, row_bytes=(4096, 52), elements=(1024, 13), exchange=False,
+                      optimizer=False, chunk_bytes=256)  # fmt: skip
+    outcome = run(cluster, [hot_expert_plan(topology, holders)], seed=1)
+    assert (outcome.reports, outcome.failures, outcome.wrong) == ([], [], [])
+    for node in range(4):
+        sent = outcome.sent_bytes[list(topology.ranks_of_node(node))].astype(float)
+        assert sent.min() > 0
+        assert sent.max() <= 1.15 * sent.mean()
+
+
+# ---- Faults
+
+FAULTY = {"ring_slots": 2, "delay": 60, "timeout": SHORT, "exchange": False, "optimizer": False}
+
+
+def faulty_case(seed: int, **faults):
+    cluster = Cluster(SMALL["2x2"] if seed % 3 else TOPOLOGIES["3x2-mixed"], **FAULTY | faults)
+    rng = np.random.default_rng(seed)
+    return cluster, [random_plan(rng, cluster.topology, 2, 2, "full") for _ in range(3)]
+
+
+def some_signal(seed: int) -> int:
+    """The number of a signal in the first half of a run: its slot is used again."""
+    total = run(*faulty_case(seed), seed).sent_signals
+    return total * seed // 20
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_without_a_fault_the_same_limits_are_enough(seed):
+    """The control of the tests below; also with one rank that starts late."""
+    check(*faulty_case(seed, slow_rank=seed % 5 - 1), seed)
+
+
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_a_lost_signal_ends_in_the_error_record(seed):
+    outcome = run(*faulty_case(seed, dropped_signal=some_signal(seed)), seed)
+    assert outcome.failures, "the run went on"
+    assert outcome.wrong == []
+    assert outcome.reports == []
+    assert {f.waited for f in outcome.failures} <= set(simulated.WAITED[1:])
+
+
+def test_the_error_record_names_both_ends():
+    """The first signal of a run with two ranks carries data: its receiver names its sender."""
+    cluster = Cluster(Topology(num_nodes=2, ranks_per_node=1), 1, 1, **FAULTY | {
+        "dropped_signal": 0})  # fmt: skip
+    plan = plan_tables(cluster.topology, 2, np.array([[-1], [0]], np.int32))
+    outcome = run(cluster, [plan], 1)
+    by_rank = {f.rank: f for f in outcome.failures}
+    assert (by_rank[1].waited, by_rank[1].source) == ("data", 0)
+    assert by_rank[1].seen == 0
+    assert by_rank[1].wanted == 1
+
+
+@pytest.mark.parametrize("late", [0, 400, 3000])
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_a_doubled_signal_never_releases_old_bytes(seed, late):
+    cluster, plans = faulty_case(seed, doubled_signal=some_signal(seed), doubled_late=late)
+    outcome = run(cluster, plans, seed)
+    assert outcome.wrong == []
+    assert outcome.reports == []
+    if late == 0:
+        assert outcome.failures, "the run went on"
+
+
+def test_a_dead_rank_ends_in_an_error_on_the_others():
+    """A rank that never takes part: here its kernels see an earlier failure and leave at once."""
+    cluster, plans = faulty_case(1, dead_rank=1)
+    outcome = run(cluster, plans, 1)
+    assert {f.rank for f in outcome.failures} == {0, 2, 3}
+    assert 1 in {f.source for f in outcome.failures}
+    assert outcome.wrong == []
