@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Core on CPU tensors and gloo: what it needs in place of CUDA calls, and small layers.
+
+Every function here runs in a forked rank, so what it changes in torch stays there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+EXPERTS, HIDDEN, WIDTH = 8, 16, 24
+
+
+class _Stream:
+    """There is one stream on the CPU, and everything on it is done."""
+
+    def __init__(self, *args, **options):
+        pass
+
+    def __eq__(self, other):
+        return isinstance(other, _Stream)
+
+    def __hash__(self):
+        return 0
+
+    def __getattr__(self, name):
+        return lambda *args, **options: self
+
+
+def use_cpu() -> None:
+    """Replaces the CUDA calls on Megatron's path through an MoE layer."""
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.Stream = torch.cuda.Event = _Stream
+    torch.cuda.current_stream = lambda device=None: _Stream()
+    torch.cuda.stream = lambda stream=None: contextlib.nullcontext()
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.get_rng_state = lambda device=None: torch.zeros(1, dtype=torch.uint8)
+    torch.cuda.set_rng_state = lambda state, device=None: None
+
+    def to_host(tensor, as_numpy=False, record_stream=False):
+        # Upstream's leaves CPU tensors as they are, and its callers then need numpy arrays.
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def start(
+    ep: int, tp: int = 1, etp: int | None = None, pp: int = 1, vpp: int | None = None
+) -> None:
+    """Makes Megatron's process groups; the world is running already."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    use_cpu()
+    parallel_state.initialize_model_parallel(
+        tp,
+        pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    # Megatron's tracker keeps states of a CUDA generator.
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: None
+    random._get_cuda_rng_state = lambda *args, **options: torch.zeros(1, dtype=torch.uint8)
+
+
+def config(ep: int, **options: Any):
+    """A TransformerConfig of small MoE layers in fp32."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    defaults = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": WIDTH,
+        "moe_ffn_hidden_size": WIDTH,
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": ep,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "bias_activation_fusion": False,
+        "use_cpu_initialization": True,
+        "params_dtype": torch.float32,
+        "moe_permute_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return TransformerConfig(**{**defaults, **options})
+
+
+def moe_layer(cfg, layer_number: int = 1) -> nn.Module:
+    """Megatron's MoELayer with weights that depend on the layer and the experts' numbers only."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+
+    build = get_moe_module_spec(
+        use_te=False, num_experts=cfg.num_moe_experts, moe_grouped_gemm=False
+    )
+    layer = build(config=cfg, layer_number=layer_number)
+    set_weights(layer, layer_number)
+    return layer
+
+
+def set_weights(layer: nn.Module, seed: int) -> None:
+    """Weights of the layer's place in the model, not of the rank."""
+    with torch.no_grad():
+        router = torch.Generator().manual_seed(seed)
+        for parameter in layer.router.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=router) * 0.5)
+        for local, expert in enumerate(layer.local_expert_indices):
+            generator = torch.Generator().manual_seed(1000 * seed + expert)
+            for _, parameter in expert_parameters(layer, local):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+
+def expert_parameters(layer: nn.Module, local: int) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters of one local expert, in an order that all experts share."""
+    if hasattr(layer.experts, "local_experts"):
+        yield from layer.experts.local_experts[local].named_parameters()
+        return
+    for name in ("linear_fc1", "linear_fc2"):
+        linear = getattr(layer.experts, name)
+        for prefix in ("weight", "bias"):
+            parameter = getattr(linear, f"{prefix}{local}", None)
+            if isinstance(parameter, nn.Parameter):
+                yield f"{name}.{prefix}", parameter
+
+
+def tokens(rank: int, microbatch: int = 0, length: int = 96, batch: int = 2) -> torch.Tensor:
+    """Hidden states [length, batch, HIDDEN] of one rank and microbatch, skewed in their routing.
+
+    Enough that no expert and no copy gets fewer than four rows: there the CPU multiplies by another
+    method, whose rows are not the same bits as those of larger products.
+    """
+    shared = torch.Generator().manual_seed(11)
+    own = torch.Generator().manual_seed(100 * microbatch + rank)
+    direction = torch.randn(HIDDEN, generator=shared)
+    return torch.randn(length, batch, HIDDEN, generator=own) + 0.5 * direction

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's own MoE layer, with and without TopoEP, on forked ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import topoep
+from tests.distributed.ranks import run_ranks
+from tests.frameworks import megatron_cpu as mc
+from tests.frameworks.environment import require
+from tests.frameworks.plans import force, no_copies, random_copies
+
+require("megatron.core.models.gpt.moe_module_specs")
+
+from topoep.adapters import megatron as adapter  # noqa: E402
+
+CHOOSERS = {"none": lambda: no_copies, "random": lambda: random_copies(7)}
+
+
+def balancer_of(layer) -> topoep.Balancer:
+    return layer.token_dispatcher.topoep.balancer
+
+
+def gradients(layer) -> dict[str, torch.Tensor]:
+    """Of the logical parameters: what an optimizer would use."""
+    return {
+        name: p.grad if getattr(p, "main_grad", None) is None else p.main_grad
+        for name, p in layer.named_parameters()
+    }
+
+
+def pair(rank: int, ep: int, plan: str, spare: int, **options):
+    """Two equal layers, one of them balanced with the plans of a chooser."""
+    nodes = topoep.Topology(node_of_rank=[r * 2 // ep for r in range(ep)])
+    plain, balanced = (mc.moe_layer(mc.config(ep, **options)) for _ in range(2))
+    assert adapter.enable(balanced, spare, topology=nodes) == 1
+    if spare:
+        force(balancer_of(balanced), CHOOSERS[plan]())
+    return plain, balanced
+
+
+def run(layer, x: torch.Tensor, grad_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y, _ = layer(x)
+    y.backward(grad_y)
+    return y.detach(), x.grad
+
+
+def compare(plain, balanced, exact: bool) -> None:
+    """Gradients: equal bits, or copies summed in another order than one GEMM does."""
+    wanted, got = gradients(plain), gradients(balanced)
+    assert wanted.keys() == got.keys()
+    for name in wanted:
+        if exact or "expert" not in name:
+            assert torch.equal(wanted[name], got[name]), name
+        else:
+            error = (got[name] - wanted[name]).abs().max() / wanted[name].abs().max()
+            assert error <= 1e-6, f"{name}: {error}"
+
+
+def layer_steps(rank: int, ep: int, dispatcher: str, plan: str, spare: int) -> None:
+    mc.start(ep)
+    plain, balanced = pair(rank, ep, plan, spare, moe_token_dispatcher_type=dispatcher)
+    for microbatch in range(3):
+        x = mc.tokens(rank, microbatch)
+        grad_y = torch.randn(x.shape, generator=torch.Generator().manual_seed(microbatch + rank))
+        (y0, dx0), (y1, dx1) = (run(layer, x, grad_y) for layer in (plain, balanced))
+        assert torch.equal(y0, y1)
+        assert torch.equal(dx0, dx1)
+    compare(plain, balanced, exact=plan == "none")
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize(("plan", "spare"), [("none", 0), ("none", 2), ("random", 2)])
+def test_layer_equals_the_untouched_one(ep, dispatcher, plan, spare):
+    run_ranks(ep, layer_steps, ep, dispatcher, plan, spare)
