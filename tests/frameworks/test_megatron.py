@@ -77,3 +77,52 @@ def layer_steps(rank: int, ep: int, dispatcher: str, plan: str, spare: int) -> N
 @pytest.mark.parametrize(("plan", "spare"), [("none", 0), ("none", 2), ("random", 2)])
 def test_layer_equals_the_untouched_one(ep, dispatcher, plan, spare):
     run_ranks(ep, layer_steps, ep, dispatcher, plan, spare)
+
+
+def data_parallel(layer: torch.nn.Module, cfg, overlap: bool):
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
+
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap,
+        bucket_size=1000 if overlap else None,  # several buckets
+    )
+    return DistributedDataParallel(cfg, ddp, layer)
+
+
+def main_grads(rank: int, ep: int, plan: str, overlap: bool, after_wrapping: bool) -> None:
+    mc.start(ep)
+    cfg = mc.config(ep)
+    plain, balanced = (mc.moe_layer(cfg) for _ in range(2))
+    topology = topoep.Topology(num_nodes=1, ranks_per_node=ep)
+    if not after_wrapping:
+        adapter.enable(balanced, topology=topology)
+    models = [data_parallel(layer, cfg, overlap) for layer in (plain, balanced)]
+    if after_wrapping:
+        adapter.enable(models[1], topology=topology)
+    force(balancer_of(balanced), CHOOSERS[plan]())
+    for _ in range(2):
+        for model in models:
+            model.zero_grad_buffer()
+            inputs = [mc.tokens(rank, microbatch) for microbatch in range(3)]
+            with model.no_sync():
+                for x in inputs[:-1]:
+                    run(model, x, x.flip(0) / x.numel())
+            run(model, inputs[-1], inputs[-1].flip(0) / inputs[-1].numel())
+            if not overlap:
+                model.start_grad_sync()
+            model.finish_grad_sync()
+            assert all(p.grad is None for p in model.parameters())
+        compare(plain, balanced, exact=plan == "none")
+
+
+@pytest.mark.parametrize("after_wrapping", [False, True], ids=["enabled-first", "wrapped-first"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("plan", CHOOSERS)
+def test_main_grads_hold_the_gradients_of_copies_before_they_are_reduced(
+    plan, overlap, after_wrapping
+):
+    run_ranks(4, main_grads, 2, plan, overlap, after_wrapping)
