@@ -69,6 +69,7 @@ def start(
     # Megatron's tracker keeps states of a CUDA generator.
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: None
     random._get_cuda_rng_state = lambda *args, **options: torch.zeros(1, dtype=torch.uint8)
+    random.model_parallel_cuda_manual_seed(1)
 
 
 def config(ep: int, **options: Any):
@@ -147,3 +148,54 @@ def tokens(rank: int, microbatch: int = 0, length: int = 96, batch: int = 2) -> 
     own = torch.Generator().manual_seed(100 * microbatch + rank)
     direction = torch.randn(HIDDEN, generator=shared)
     return torch.randn(length, batch, HIDDEN, generator=own) + 0.5 * direction
+
+
+VOCABULARY, LENGTH = 32, 32
+
+
+def gpt(cfg, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None):
+    """Megatron's GPTModel with MoE layers, and weights that depend on their names only."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    spec = get_gpt_decoder_block_spec(
+        cfg, use_transformer_engine=False, normalization="LayerNorm", vp_stage=vp_stage
+    )
+    model = GPTModel(
+        cfg,
+        spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="learned_absolute",
+        vp_stage=vp_stage,
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "experts" not in name and parameter.dim() == 2:
+                seed = sum(ord(c) * (i + 1) for i, c in enumerate(name.split("layers.")[0]))
+                generator = torch.Generator().manual_seed(seed)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    for layer in moe_layers(model):
+        set_weights(layer, layer.layer_number)
+    return model
+
+
+def moe_layers(model: nn.Module) -> list[nn.Module]:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
+def text(rank: int, microbatch: int, batch: int = 16) -> dict[str, torch.Tensor]:
+    """A batch of token ids, as GPTModel takes it."""
+    generator = torch.Generator().manual_seed(1000 * microbatch + rank)
+    ids = torch.randint(0, VOCABULARY, (batch, LENGTH + 1), generator=generator) ** 2 // VOCABULARY
+    return {
+        "input_ids": ids[:, :-1].contiguous(),
+        "labels": ids[:, 1:].contiguous(),
+        "position_ids": torch.arange(LENGTH).expand(batch, -1),
+        "attention_mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1),
+    }
