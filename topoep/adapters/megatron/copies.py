@@ -170,15 +170,15 @@ class LayerCopies:
         places = [place for kind in self._guest_places for place in kind]
         for place, guest in zip(places, guests, strict=True):
             place.put(guest)
-        if self._fused and any(trainable):
-            self._give_main_grads(memory, flat)
+        if any(trainable):
+            self._give_main_grads(memory)
         return lease
 
-    def _give_main_grads(self, memory: SlotMemory, homes: list[Tensor]) -> None:
-        if getattr(homes[0], "main_grad", None) is None:
-            return
+    def _give_main_grads(self, memory: SlotMemory) -> None:
         for kind, grads in zip(self._guest_places, memory.grads[0], strict=True):
             for place, grad in zip(kind, grads, strict=True):
+                if not self._adds_to_main_grad(kind):
+                    continue
                 guest = place.get()
                 guest.main_grad = grad  # type: ignore[attr-defined]
                 guest.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -217,16 +217,23 @@ class LayerCopies:
         if self._delayed:
             self._delayed_plans.append((plan, kinds))
             return
-        if not self._uses_main_grads():
-            for k in kinds:
-                for slot in range(lease.memory.spare_slots):
-                    grad = grads[k * lease.memory.spare_slots + slot]
-                    target = lease.memory.grads[0][k][slot]
-                    target.zero_() if grad is None else target.copy_(grad)
+        for k in kinds:
+            first = k * lease.memory.spare_slots
+            self._take_grads(lease.memory, k, grads[first : first + lease.memory.spare_slots])
         self._reduce(lease.memory, plan, kinds)
 
-    def _uses_main_grads(self) -> bool:
-        return self._fused and getattr(self._home[0][0].get(), "main_grad", None) is not None
+    def _adds_to_main_grad(self, kind: list[Place]) -> bool:
+        """Whether the gradients of a kind of tensors bypass autograd."""
+        if not self._fused or not kind[0].name.startswith("weight"):
+            return False
+        return getattr(self._home[0][0].get(), "main_grad", None) is not None
+
+    def _take_grads(self, memory: SlotMemory, kind: int, grads: Sequence[Tensor | None]) -> None:
+        """Collects gradients of the copies, one per slot, where they are not there already."""
+        if self._adds_to_main_grad(self._guest_places[kind]):
+            return
+        for target, grad in zip(memory.grads[0][kind], grads, strict=True):
+            target.zero_() if grad is None else target.copy_(grad)
 
     def _reduce(self, memory: SlotMemory, plan: Plan, kinds: list[int]) -> None:
         if memory.arrived:
@@ -311,14 +318,11 @@ class LayerCopies:
             assert self._guests is not None
             self._guests.backward_dw()
             memory = self._shared.memory([[p.get() for p in kind] for kind in self._home])
-            if not self._uses_main_grads():
-                for k in kinds:
-                    for place, target in zip(
-                        self._guest_places[k], memory.grads[0][k], strict=True
-                    ):
-                        guest = place.get()
-                        target.zero_() if guest.grad is None else target.copy_(guest.grad)
-                        guest.grad = None
+            for k in kinds:
+                guests = [place.get() for place in self._guest_places[k]]
+                self._take_grads(memory, k, [guest.grad for guest in guests])
+                for guest in guests:
+                    guest.grad = None
             self._reduce(memory, plan, kinds)
         compute()
 

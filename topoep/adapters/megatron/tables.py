@@ -12,8 +12,9 @@ tensor, in the order of the local experts. An experts class of your own becomes 
   and ``[rows]``, rows grouped by local expert;
 - it reads its weights with ``getattr`` at every call, so that a tensor put in the place of a
   parameter is used;
-- with ``gradient_accumulation_fusion`` it adds weight gradients to ``tensor.main_grad`` of the very
-  tensor that it was called with; otherwise it returns them through autograd;
+- with ``gradient_accumulation_fusion`` it adds the gradients of tensors whose names begin with
+  ``weight`` to ``tensor.main_grad`` of the very tensor that it was called with; all other gradients
+  it returns through autograd;
 - with delayed weight gradients it computes them in ``backward_dw()``, in the order of the backward
   passes, and then runs the functions given to the owner's
   ``register_wgrad_accumulation_and_reduce_hooks``.
