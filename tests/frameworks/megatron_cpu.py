@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import nn
 
 EXPERTS, HIDDEN, WIDTH = 8, 16, 24
@@ -36,6 +37,7 @@ def use_cpu() -> None:
     """Replaces the CUDA calls on Megatron's path through an MoE layer."""
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
+    torch._dynamo.config.disable = True  # a compiled line of the router takes ten seconds per rank
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.Stream = torch.cuda.Event = _Stream
     torch.cuda.current_stream = lambda device=None: _Stream()

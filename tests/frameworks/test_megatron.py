@@ -126,3 +126,55 @@ def test_main_grads_hold_the_gradients_of_copies_before_they_are_reduced(
     plan, overlap, after_wrapping
 ):
     run_ranks(4, main_grads, 2, plan, overlap, after_wrapping)
+
+
+ROUTERS = {
+    "aux-loss": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+        "moe_aux_loss_coeff": [0.1, 0.1, 0.1],
+        "moe_z_loss_coeff": 0.01,
+    },
+    "expert-bias": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.1,
+    },
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
+    "group-limited": {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    "dropping": {"moe_expert_capacity_factor": 1.0},
+    "one-expert": {
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+        "moe_apply_probs_on_input": True,
+    },
+    "bias": {"add_bias_linear": True},
+}
+
+
+def routers(rank: int, ep: int, kind: str, dispatcher: str) -> None:
+    from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
+
+    mc.start(ep)
+    options = {"moe_token_dispatcher_type": dispatcher, **ROUTERS[kind]}
+    plain, balanced = pair(rank, ep, "random", 2, **options)
+    for microbatch in range(3):
+        x = mc.tokens(rank, microbatch)
+        outputs = [run(layer, x, x.flip(0) / x.numel()) for layer in (plain, balanced)]
+        assert all(one.equal(other) for one, other in zip(*outputs, strict=True))
+        if kind == "expert-bias":
+            counts = [layer.router.local_tokens_per_expert for layer in (plain, balanced)]
+            assert counts[1].sum() == 2 * x.shape[0] * x.shape[1] and counts[0].equal(counts[1])
+            for layer, count in zip((plain, balanced), counts, strict=True):
+                bias = layer.router.expert_bias
+                bias.copy_(get_updated_expert_bias(count, bias, 0.1))
+                count.zero_()
+    assert plain.state_dict().keys() == balanced.state_dict().keys()
+    for one, other in zip(plain.buffers(), balanced.buffers(), strict=True):
+        assert one.equal(other)
+    compare(plain, balanced, exact=False)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_routers_see_logical_experts(kind, dispatcher):
+    run_ranks(4, routers, 4, kind, dispatcher)
