@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import topoep
 from tests.distributed.ranks import run_ranks
@@ -178,3 +179,137 @@ def routers(rank: int, ep: int, kind: str, dispatcher: str) -> None:
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_routers_see_logical_experts(kind, dispatcher):
     run_ranks(4, routers, 4, kind, dispatcher)
+
+
+def route_nothing() -> None:
+    """Lets Megatron's router run without tokens, which one line of it cannot."""
+    from megatron.core.transformer.moe import router
+
+    router.router_gating_linear = lambda x, weight, bias, dtype: F.linear(x, weight, bias)
+
+
+def ragged(rank: int, lengths: list[int]) -> None:
+    """Ranks with other numbers of tokens, and without any."""
+    mc.start(4)
+    route_nothing()
+    plain, balanced = pair(rank, 4, "random", 2)
+    for microbatch in range(2):
+        x = mc.tokens(rank, microbatch, length=lengths[(rank + microbatch) % 4])
+        (y0, dx0), (y1, dx1) = (run(layer, x, x.cos()) for layer in (plain, balanced))
+        assert torch.equal(y0, y1)
+        assert torch.equal(dx0, dx1)
+    compare(plain, balanced, exact=False)
+
+
+@pytest.mark.parametrize("lengths", [[200, 0, 120, 160], [300, 0, 0, 0]])
+def test_ranks_without_tokens(lengths):
+    run_ranks(4, ragged, lengths)
+
+
+def no_tokens_at_all(rank: int) -> None:
+    mc.start(2)
+    route_nothing()
+    _, balanced = pair(rank, 2, "random", 2)
+    x = mc.tokens(rank, 0, length=0).requires_grad_()
+    y, _ = balanced(x)
+    y.sum().backward()
+    assert all(not p.grad.any() for p in balanced.experts.parameters())
+
+
+def test_no_tokens_on_any_rank():
+    run_ranks(2, no_tokens_at_all)
+
+
+def idle_experts(rank: int) -> None:
+    """A rank none of whose experts is used, by any rank."""
+    mc.start(4)
+    plain, balanced = pair(rank, 4, "random", 2, **ROUTERS["expert-bias"])
+    for layer in (plain, balanced):
+        layer.router.expert_bias[2:4] = -10
+    x = mc.tokens(rank)
+    (y0, dx0), (y1, dx1) = (run(layer, x, x.cos()) for layer in (plain, balanced))
+    assert torch.equal(y0, y1)
+    assert torch.equal(dx0, dx1)
+    assert not plain.router.local_tokens_per_expert[2:4].any()
+    for name, grad in gradients(plain).items():
+        assert (gradients(balanced)[name] - grad).abs().max() <= 1e-6 * grad.abs().max()
+
+
+def test_a_rank_whose_experts_are_not_used():
+    run_ranks(4, idle_experts)
+
+
+def many_experts_per_token(rank: int) -> None:
+    """More than two: Megatron adds a token's outputs in the order of the physical experts."""
+    mc.start(4)
+    plain, balanced = pair(rank, 4, "random", 2, moe_router_topk=4)
+    x = mc.tokens(rank)
+    (y0, dx0), (y1, dx1) = (run(layer, x, x.cos() / x.numel()) for layer in (plain, balanced))
+    torch.testing.assert_close(y1, y0, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx1, dx0, rtol=1e-5, atol=1e-7)
+    assert not torch.equal(y1, y0), "if this fails, docs/integration.md promises too little"
+
+
+def test_more_than_two_experts_per_token_are_added_in_another_order():
+    run_ranks(4, many_experts_per_token)
+
+
+def frozen(rank: int, which: str) -> None:
+    mc.start(4)
+    plain, balanced = pair(rank, 4, "random", 2)
+    for layer in (plain, balanced):
+        for name, parameter in layer.named_parameters():
+            if which in name:
+                parameter.requires_grad_(False)
+    x = mc.tokens(rank)
+    (y0, dx0), (y1, dx1) = (run(layer, x, x.cos() / x.numel()) for layer in (plain, balanced))
+    assert torch.equal(y0, y1)
+    assert torch.equal(dx0, dx1)
+    for (name, one), (_, other) in zip(
+        plain.named_parameters(), balanced.named_parameters(), strict=True
+    ):
+        assert (one.grad is None) == (other.grad is None) == (which in name)
+        if one.grad is not None:
+            assert (one.grad - other.grad).abs().max() <= 1e-6 * one.grad.abs().max()
+
+
+@pytest.mark.parametrize("which", ["experts", "linear_fc1", "router"])
+def test_frozen_parameters(which):
+    run_ranks(4, frozen, which)
+
+
+def some_frozen(rank: int) -> str:
+    mc.start(2)
+    _, balanced = pair(rank, 2, "random", 2)
+    balanced.experts.local_experts[1].linear_fc1.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="weight of some experts of a layer is frozen"):
+        balanced(mc.tokens(rank))
+
+
+def test_some_experts_frozen_is_an_error():
+    run_ranks(2, some_frozen)
+
+
+def options(rank: int, changes: dict) -> None:
+    """Options of the balancer reach it, and results stay the same."""
+    mc.start(2)
+    plain, balanced = (mc.moe_layer(mc.config(2)) for _ in range(2))
+    adapter.enable(balanced, 1, **changes)
+    assert balancer_of(balanced).spare_slots == 1
+    force(balancer_of(balanced), random_copies(2))
+    flying = []
+    for layer in (plain, balanced):
+        flying.append([layer(mc.tokens(rank, i).requires_grad_())[0] for i in range(2)])
+        for y in reversed(flying[-1]):
+            (y.cos().sum() / y.numel()).backward()
+    assert all(one.equal(other) for one, other in zip(*flying, strict=True))
+    compare(plain, balanced, exact=False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"replica_policy": "keep"}, {"solver": "taot"}, {"objective": topoep.Balance(0.2)}],
+    ids=str,
+)
+def test_options_of_the_balancer(changes):
+    run_ranks(2, options, changes)
