@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import nn
 
 EXPERTS, HIDDEN, WIDTH = 8, 16, 24
@@ -53,6 +54,25 @@ def use_cpu() -> None:
     dispatcher.maybe_move_tensor_to_cpu = to_host
 
 
+def use_gloo() -> None:
+    """Lists of tensors of different lengths, which NCCL takes and gloo does not."""
+
+    def all_gather(outputs, tensor, group=None):
+        for source, output in enumerate(outputs):
+            if source == dist.get_rank(group):
+                output.copy_(tensor)
+            dist.broadcast(output, group_src=source, group=group)
+
+    def reduce_scatter(output, inputs, group=None):
+        for target, tensor in enumerate(inputs):
+            sum_ = tensor.clone()
+            dist.all_reduce(sum_, group=group)
+            if target == dist.get_rank(group):
+                output.copy_(sum_)
+
+    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
+
+
 def start(
     ep: int, tp: int = 1, etp: int | None = None, pp: int = 1, vpp: int | None = None
 ) -> None:
@@ -61,6 +81,7 @@ def start(
     from megatron.core.tensor_parallel import random
 
     use_cpu()
+    use_gloo()
     parallel_state.initialize_model_parallel(
         tp,
         pp,
@@ -117,12 +138,15 @@ def moe_layer(cfg, layer_number: int = 1) -> nn.Module:
 
 def set_weights(layer: nn.Module, seed: int) -> None:
     """Weights of the layer's place in the model, not of the rank."""
+    from megatron.core import parallel_state
+
+    shard = parallel_state.get_expert_tensor_parallel_rank()
     with torch.no_grad():
         router = torch.Generator().manual_seed(seed)
         for parameter in layer.router.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=router) * 0.5)
         for local, expert in enumerate(layer.local_expert_indices):
-            generator = torch.Generator().manual_seed(1000 * seed + expert)
+            generator = torch.Generator().manual_seed(1000 * seed + 10 * expert + shard)
             for _, parameter in expert_parameters(layer, local):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
 

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert parallelism together with Megatron's other kinds of parallelism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import topoep
+from tests.distributed.ranks import run_ranks
+from tests.frameworks import megatron_cpu as mc
+from tests.frameworks.environment import require
+from tests.frameworks.plans import force, random_copies
+from tests.frameworks.test_megatron import balancer_of, compare, run
+
+require("megatron.core.models.gpt")
+
+from topoep.adapters import megatron as adapter  # noqa: E402
+from topoep.adapters.megatron.routing import split_send  # noqa: E402
+
+
+def expert_tensor_parallel(rank: int, ep: int, etp: int, dispatcher: str) -> None:
+    mc.start(ep, tp=etp, etp=etp)
+    cfg = mc.config(
+        ep,
+        tensor_model_parallel_size=etp,
+        expert_tensor_parallel_size=etp,
+        sequence_parallel=True,
+        moe_token_dispatcher_type=dispatcher,
+    )
+    plain, balanced = (mc.moe_layer(cfg) for _ in range(2))
+    planned = []
+    topology = topoep.Topology(num_nodes=1, ranks_per_node=ep)
+    adapter.enable(balanced, topology=topology, on_plan=lambda _, plan: planned.append(plan))
+    force(balancer_of(balanced), random_copies(5))
+    width = plain.experts.local_experts[0].linear_fc2.weight.shape[1]
+    assert width == mc.WIDTH // etp, "experts are sharded"
+    for microbatch in range(3):
+        x = mc.tokens(rank, microbatch)
+        (y0, dx0), (y1, dx1) = (run(layer, x, x.cos() / x.numel()) for layer in (plain, balanced))
+        if dispatcher == "alltoall":
+            assert torch.equal(y0, y1)
+            assert torch.equal(dx0, dx1)
+        else:  # adds shards and experts in one sum over ranks, whose order copies change
+            torch.testing.assert_close(y1, y0, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(dx1, dx0, rtol=1e-5, atol=1e-8)
+        tables = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(tables, planned[-1].slot_expert.tolist())
+        assert tables == tables[:1] * len(tables), "one plan for all shards"
+        assert planned[-1].counts.sum() == ep * etp * 2 * x.shape[0] * x.shape[1]
+    compare(plain, balanced, exact=False)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_copies_are_sharded_as_their_homes(dispatcher):
+    run_ranks(4, expert_tensor_parallel, 2, 2, dispatcher)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_of_a_rank_share_its_row_of_the_plan(seed):
+    generator = torch.Generator().manual_seed(seed)
+    parts = torch.randint(0, 40, (4, 3, 8), generator=generator, dtype=torch.int32)
+    parts[:, :, seed] *= 9
+    topology = topoep.Topology(num_nodes=2, ranks_per_node=2)
+    for rank in range(4):
+        plan = topoep.solve(parts.sum(1, dtype=torch.int32), topology, 2, rank=rank)
+        sends = [split_send(plan, parts[rank], part) for part in range(3)]
+        assert torch.equal(sum(sends), plan.send)
+        expert_of = torch.full((plan.config.num_physical_experts,), -1)
+        for e in range(8):
+            expert_of[e // 2 * 4 + e % 2] = e
+        for r, row in enumerate(plan.slot_expert.tolist()):
+            expert_of[r * 4 + 2 : r * 4 + 4] = torch.tensor(row)
+        for part, send in enumerate(sends):
+            for e in range(8):
+                assert send[expert_of == e].sum() == parts[rank, part, e]
+        # One after the other: what the first part fills, the next does not come back to.
+        assert plan.stats()["copies"] > 0
