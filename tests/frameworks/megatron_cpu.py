@@ -34,6 +34,10 @@ class _Stream:
         return lambda *args, **options: self
 
 
+def _cpu(device):
+    return "cpu" if device == "cuda" else device
+
+
 def use_cpu() -> None:
     """Replaces the CUDA calls on Megatron's path through an MoE layer."""
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
@@ -46,6 +50,12 @@ def use_cpu() -> None:
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.get_rng_state = lambda device=None: torch.zeros(1, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda state, device=None: None
+
+    zeros, tensor_of = torch.zeros, torch.tensor
+    torch.zeros = lambda *size, device=None, **options: zeros(*size, device=_cpu(device), **options)
+    torch.tensor = lambda data, device=None, **options: tensor_of(
+        data, device=_cpu(device), **options
+    )
 
     def to_host(tensor, as_numpy=False, record_stream=False):
         # Upstream's leaves CPU tensors as they are, and its callers then need numpy arrays.
