@@ -8,6 +8,7 @@ import torch
 
 import topoep
 from tests.distributed.ranks import run_ranks
+from tests.frameworks import deepep_standin
 from tests.frameworks import megatron_cpu as mc
 from tests.frameworks.environment import require
 from tests.frameworks.plans import force, random_copies
@@ -142,3 +143,35 @@ def pipeline(rank: int, stages_per_rank: int, recompute: bool) -> None:
 @pytest.mark.parametrize("stages_per_rank", [1, 2], ids=["1f1b", "interleaved"])
 def test_pipeline_schedules(stages_per_rank, recompute):
     run_ranks(4, pipeline, stages_per_rank, recompute)
+
+
+def flex(rank: int, ep: int, etp: int, backend: str) -> None:
+    mc.start(ep, tp=etp, etp=etp)
+    deepep_standin.install()
+    cfg = mc.config(
+        ep,
+        tensor_model_parallel_size=etp,
+        expert_tensor_parallel_size=etp,
+        sequence_parallel=etp > 1,
+        moe_token_dispatcher_type="flex",
+        moe_flex_dispatcher_backend=backend,
+        moe_router_dtype="fp32",
+    )
+    plain, balanced = (mc.moe_layer(cfg) for _ in range(2))
+    adapter.enable(balanced)
+    force(balancer_of(balanced), random_copies(5))
+    for microbatch in range(2):
+        x = mc.tokens(rank, microbatch)
+        (y0, dx0), (y1, dx1) = (run(layer, x, x.cos() / x.numel()) for layer in (plain, balanced))
+        torch.testing.assert_close(y1, y0, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(dx1, dx0, rtol=1e-5, atol=1e-8)
+        if etp == 1:
+            assert torch.equal(y0, y1)
+            assert torch.equal(dx0, dx1)
+    compare(plain, balanced, exact=False)
+
+
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+@pytest.mark.parametrize(("ep", "etp"), [(4, 1), (2, 2)])
+def test_flex_dispatchers(ep, etp, backend):
+    run_ranks(4, flex, ep, etp, backend)
