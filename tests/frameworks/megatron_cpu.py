@@ -57,6 +57,11 @@ def use_cpu() -> None:
         data, device=_cpu(device), **options
     )
 
+    type_of = torch.Tensor.type  # the distributed optimizer compares names of CUDA tensor types
+    torch.Tensor.type = lambda self, *to, **options: (
+        type_of(self, *to, **options) if to or options else f"torch.cuda{type_of(self)[5:]}"
+    )
+
     def to_host(tensor, as_numpy=False, record_stream=False):
         # Upstream's leaves CPU tensors as they are, and its callers then need numpy arrays.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

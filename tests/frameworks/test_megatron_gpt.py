@@ -166,3 +166,62 @@ def planned_by_itself(rank: int) -> float:
 
 def test_plans_of_the_planner():
     assert max(run_ranks(4, planned_by_itself)) > 1.1
+
+
+def distributed_optimizer(rank: int) -> None:
+    """Parameters that are gathered while forward runs are waited for before copies are sent."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    mc.start(2)
+    losses = []
+    for balance in (False, True):
+        cfg = mc.config(2, num_layers=2)
+        model = mc.gpt(cfg)
+        if balance:
+            adapter.enable(model)
+            force_all([model])
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=True,
+            use_distributed_optimizer=True,
+            overlap_param_gather=True,
+            bucket_size=3000,
+        )
+        model = DistributedDataParallel(cfg, ddp, model)
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-3,
+                use_distributed_optimizer=True,
+                overlap_param_gather=True,
+                clip_grad=1.0,
+            ),
+            [model],
+        )
+        history = []
+        for step in range(10):
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            for microbatch in range(2):
+                for group in model.bucket_groups + model.expert_parallel_bucket_groups:
+                    group.is_last_microbatch = microbatch == 1
+                loss = model(**mc.text(rank, 2 * step + microbatch)).mean()
+                loss.backward()
+                history.append(loss.item())
+            finalize_model_grads([model])
+            _, norm, _ = optimizer.step()
+            history.append(float(norm))
+        losses.append(history)
+    assert losses[0][-3] < losses[0][0] - 0.05
+    torch.testing.assert_close(
+        torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=0
+    )
+
+
+def test_distributed_optimizer():
+    run_ranks(4, distributed_optimizer)
