@@ -1,91 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core on CPU tensors and gloo: what it needs in place of CUDA calls, and small layers.
+"""Small models of Megatron-Core, on CPU tensors and gloo.
 
 Every function here runs in a forked rank, so what it changes in torch stays there.
 """
 
 from __future__ import annotations
 
-import contextlib
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch.distributed as dist
 from torch import nn
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+
+from megatron_on_cpu import use_cpu  # noqa: E402
+
 EXPERTS, HIDDEN, WIDTH = 8, 16, 24
-
-
-class _Stream:
-    """There is one stream on the CPU, and everything on it is done."""
-
-    def __init__(self, *args, **options):
-        pass
-
-    def __eq__(self, other):
-        return isinstance(other, _Stream)
-
-    def __hash__(self):
-        return 0
-
-    def __getattr__(self, name):
-        return lambda *args, **options: self
-
-
-def _cpu(device):
-    return "cpu" if device == "cuda" else device
-
-
-def use_cpu() -> None:
-    """Replaces the CUDA calls on Megatron's path through an MoE layer."""
-    import megatron.core.transformer.moe.token_dispatcher as dispatcher
-
-    torch._dynamo.config.disable = True  # a compiled line of the router takes ten seconds per rank
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.Stream = torch.cuda.Event = _Stream
-    torch.cuda.current_stream = lambda device=None: _Stream()
-    torch.cuda.stream = lambda stream=None: contextlib.nullcontext()
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.get_rng_state = lambda device=None: torch.zeros(1, dtype=torch.uint8)
-    torch.cuda.set_rng_state = lambda state, device=None: None
-
-    zeros, tensor_of = torch.zeros, torch.tensor
-    torch.zeros = lambda *size, device=None, **options: zeros(*size, device=_cpu(device), **options)
-    torch.tensor = lambda data, device=None, **options: tensor_of(
-        data, device=_cpu(device), **options
-    )
-
-    type_of = torch.Tensor.type  # the distributed optimizer compares names of CUDA tensor types
-    torch.Tensor.type = lambda self, *to, **options: (
-        type_of(self, *to, **options) if to or options else f"torch.cuda{type_of(self)[5:]}"
-    )
-
-    def to_host(tensor, as_numpy=False, record_stream=False):
-        # Upstream's leaves CPU tensors as they are, and its callers then need numpy arrays.
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    dispatcher.maybe_move_tensor_to_cpu = to_host
-
-
-def use_gloo() -> None:
-    """Lists of tensors of different lengths, which NCCL takes and gloo does not."""
-
-    def all_gather(outputs, tensor, group=None):
-        for source, output in enumerate(outputs):
-            if source == dist.get_rank(group):
-                output.copy_(tensor)
-            dist.broadcast(output, group_src=source, group=group)
-
-    def reduce_scatter(output, inputs, group=None):
-        for target, tensor in enumerate(inputs):
-            sum_ = tensor.clone()
-            dist.all_reduce(sum_, group=group)
-            if target == dist.get_rank(group):
-                output.copy_(sum_)
-
-    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
 
 
 def start(
@@ -96,7 +29,6 @@ def start(
     from megatron.core.tensor_parallel import random
 
     use_cpu()
-    use_gloo()
     parallel_state.initialize_model_parallel(
         tp,
         pp,
@@ -104,9 +36,6 @@ def start(
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
     )
-    # Megatron's tracker keeps states of a CUDA generator.
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: None
-    random._get_cuda_rng_state = lambda *args, **options: torch.zeros(1, dtype=torch.uint8)
     random.model_parallel_cuda_manual_seed(1)
 
 
