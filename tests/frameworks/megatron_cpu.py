@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "frameworks"))
 
 from megatron_on_cpu import use_cpu  # noqa: E402
 
