@@ -67,7 +67,14 @@ def fused_combine(x, group, handle, async_finish, allocate_on_comm_stream):
 
 
 def hybrid_ep_dispatch(
-    x, routing_map, probs, group, num_local_experts, num_permuted_tokens=None, fused=False, **options
+    x,
+    routing_map,
+    probs,
+    group,
+    num_local_experts,
+    num_permuted_tokens=None,
+    fused=False,
+    **options,
 ):
     size = dist.get_world_size(group)
     assert routing_map.shape == probs.shape == (len(x), size * num_local_experts)

@@ -87,7 +87,9 @@ def test_experts_on_one_rank():
 def twice(rank: int) -> None:
     mc.start(2)
     layer = mc.moe_layer(mc.config(2))
+    state = torch.get_rng_state()
     adapter.enable(layer)
+    assert state.equal(torch.get_rng_state()), "random numbers are those of a run without TopoEP"
     with pytest.raises(ValueError, match="MoE layer 1 is balanced already"):
         adapter.enable(layer)
 

@@ -93,9 +93,7 @@ def ten_steps(rank: int, ep: int) -> None:
             history.append(loss.item())
         losses.append(history)
     assert losses[0][-1] < losses[0][0] - 0.05
-    torch.testing.assert_close(
-        torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=0
-    )
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("ep", [2, 4])
@@ -218,9 +216,7 @@ def distributed_optimizer(rank: int) -> None:
             history.append(float(norm))
         losses.append(history)
     assert losses[0][-3] < losses[0][0] - 0.05
-    torch.testing.assert_close(
-        torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=0
-    )
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=0)
 
 
 def test_distributed_optimizer():

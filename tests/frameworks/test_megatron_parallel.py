@@ -20,11 +20,11 @@ from topoep.adapters import megatron as adapter  # noqa: E402
 from topoep.adapters.megatron.routing import split_send  # noqa: E402
 
 
-def expert_tensor_parallel(rank: int, ep: int, etp: int, dispatcher: str) -> None:
-    mc.start(ep, tp=etp, etp=etp)
+def expert_tensor_parallel(rank: int, ep: int, tp: int, etp: int, dispatcher: str) -> None:
+    mc.start(ep, tp=tp, etp=etp)
     cfg = mc.config(
         ep,
-        tensor_model_parallel_size=etp,
+        tensor_model_parallel_size=tp,
         expert_tensor_parallel_size=etp,
         sequence_parallel=True,
         moe_token_dispatcher_type=dispatcher,
@@ -53,8 +53,10 @@ def expert_tensor_parallel(rank: int, ep: int, etp: int, dispatcher: str) -> Non
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_copies_are_sharded_as_their_homes(dispatcher):
-    run_ranks(4, expert_tensor_parallel, 2, 2, dispatcher)
+@pytest.mark.parametrize(("ep", "etp"), [(2, 2), (4, 1)])
+def test_copies_are_sharded_as_their_homes(ep, etp, dispatcher):
+    """With tensor parallelism of two, and experts that follow it or not."""
+    run_ranks(4, expert_tensor_parallel, ep, 2, etp, dispatcher)
 
 
 @pytest.mark.parametrize("seed", range(5))

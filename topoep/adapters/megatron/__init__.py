@@ -154,7 +154,8 @@ def _build_guests(layer: Any, balancer: Balancer) -> Any | None:
         return None
     config = copy.copy(layer.config)
     config.perform_initialization = False
-    with torch.random.fork_rng(), torch.device("meta"):
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices), torch.device("meta"):
         guests = layer.submodules.experts(
             balancer.spare_slots, config, pg_collection=_groups(layer)
         )

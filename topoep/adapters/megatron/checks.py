@@ -16,6 +16,8 @@ _DISPATCHER_INIT = ("num_local_experts", "local_expert_indices", "config", "pg_c
 def check_upstream() -> None:
     """Raises ImportError unless Megatron is of a supported version and looks as expected."""
     check_version("megatron-core", MINIMUM, BELOW)
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.tensor_parallel.random import is_checkpointing
     from megatron.core.transformer.moe import experts, token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -30,6 +32,10 @@ def check_upstream() -> None:
     check_parameters(experts.TEGroupedMLP.forward, *rows, "output_buffer", "grad_input_buffer")
     for cls in (experts.SequentialMLP, experts.TEGroupedMLP):
         check_parameters(cls.backward_dw)
+    # Whose hook waits for parameters that are being gathered is found by this name.
+    check_parameters(DistributedDataParallel._make_forward_pre_hook)
+    check_parameters(DistributedDataParallel._make_backward_post_hook, "param")
+    check_parameters(is_checkpointing)
 
 
 def check_config(config: Any) -> None:

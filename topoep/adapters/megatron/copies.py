@@ -112,6 +112,7 @@ class LayerCopies:
                 module.is_first_microbatch = False  # slot gradients start at zero and are added to
         config = experts.config
         self._fused: bool = config.gradient_accumulation_fusion
+        self._memory: SlotMemory | None = None  # of the last forward pass
         self._hooked: set[Tensor] = set()
         self._delayed = guests is not None and self._hook_delayed(config)
         self._delayed_plans: deque[tuple[Plan, list[int]]] = deque()
@@ -159,7 +160,7 @@ class LayerCopies:
         homes = [[place.get() for place in kind] for kind in self._home]
         trainable = [_all_or_none(kind, rows) for kind, rows in zip(self._home, homes, strict=True)]
         self._finish_param_gather()
-        memory = self._shared.memory(homes)
+        memory = self._memory = self._shared.memory(homes)
         keep = self._balancer.replica_policy == "keep"
         buffer = SlotBuffer([memory.staged], memory.spare_slots) if keep else memory.buffer
         lease = _RowsLease(self._balancer, memory, buffer, routed, homes)
@@ -262,10 +263,9 @@ class LayerCopies:
                     parameter.register_hook(self._hook(parameter))
 
     def _hook(self, parameter: Tensor) -> Callable[[Tensor], Tensor | None]:
-        arrived = self._shared.memory([[p.get() for p in kind] for kind in self._home]).arrived
-
         def add_arrived(grad: Tensor) -> Tensor | None:
-            sum_ = arrived.pop(parameter, None)
+            assert self._memory is not None
+            sum_ = self._memory.arrived.pop(parameter, None)
             if sum_ is None:
                 return None
             main_grad = getattr(parameter, "main_grad", None)
@@ -298,11 +298,9 @@ class LayerCopies:
 
     def _after_wgrad(self, owned: list[Place]) -> Callable[[], None]:
         def add_arrived() -> None:
-            homes = [[place.get() for place in kind] for kind in self._home]
-            arrived = self._shared.memory(homes).arrived
-            for place in owned:
+            for place in owned if self._memory is not None else ():
                 parameter = place.get()
-                sum_ = arrived.pop(parameter, None)
+                sum_ = self._memory.arrived.pop(parameter, None)
                 if sum_ is not None:
                     main_grad = getattr(parameter, "main_grad", None)
                     target = parameter.grad if main_grad is None else main_grad
@@ -315,9 +313,9 @@ class LayerCopies:
         """The delayed weight gradients: those of the copies first, which are then sent home."""
         if self._delayed_plans:
             plan, kinds = self._delayed_plans.popleft()
-            assert self._guests is not None
+            memory = self._memory
+            assert self._guests is not None and memory is not None
             self._guests.backward_dw()
-            memory = self._shared.memory([[p.get() for p in kind] for kind in self._home])
             for k in kinds:
                 guests = [place.get() for place in self._guest_places[k]]
                 self._take_grads(memory, k, [guest.grad for guest in guests])
