@@ -69,7 +69,7 @@ def measure(rank: int, store: str, case: tuple, results) -> None:
     from megatron.core import parallel_state
     from megatron_on_cpu import use_cpu
 
-    import topoep.adapters.megatron
+    from topoep.adapters.megatron import enable
 
     warnings.simplefilter("ignore")
     ranks = case[0]
@@ -78,7 +78,7 @@ def measure(rank: int, store: str, case: tuple, results) -> None:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
     plain, balanced = build(*case), build(*case)
     plans = []
-    topoep.adapters.megatron.enable(
+    enable(
         balanced,
         topology=topoep.Topology(num_nodes=1, ranks_per_node=ranks),
         objective=topoep.Balance(10.0),

@@ -42,7 +42,8 @@ def fused_dispatch(
     x, token_indices, token_probs, num_experts, group, async_finish, allocate_on_comm_stream
 ):
     size = dist.get_world_size(group)
-    assert num_experts % size == 0 and token_probs.dtype == torch.float32
+    assert num_experts % size == 0
+    assert token_probs.dtype == torch.float32
     ordered = token_indices.sort(1).values
     assert not ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(), "distinct"
     local = num_experts // size
@@ -78,7 +79,8 @@ def hybrid_ep_dispatch(
 ):
     size = dist.get_world_size(group)
     assert routing_map.shape == probs.shape == (len(x), size * num_local_experts)
-    assert probs.dtype == torch.float32 and num_permuted_tokens is None
+    assert probs.dtype == torch.float32
+    assert num_permuted_tokens is None
     expert, token = routing_map.T.nonzero(as_tuple=True)
     send = torch.bincount(expert // num_local_experts, minlength=size).tolist()
     recv = _receive_sizes(send, group)

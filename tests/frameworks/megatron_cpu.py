@@ -16,7 +16,7 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "frameworks"))
 
-from megatron_on_cpu import use_cpu  # noqa: E402
+from megatron_on_cpu import use_cpu
 
 EXPERTS, HIDDEN, WIDTH = 8, 16, 24
 

@@ -164,7 +164,8 @@ def routers(rank: int, ep: int, kind: str, dispatcher: str) -> None:
         assert all(one.equal(other) for one, other in zip(*outputs, strict=True))
         if kind == "expert-bias":
             counts = [layer.router.local_tokens_per_expert for layer in (plain, balanced)]
-            assert counts[1].sum() == 2 * x.shape[0] * x.shape[1] and counts[0].equal(counts[1])
+            assert counts[1].sum() == 2 * x.shape[0] * x.shape[1]
+            assert counts[0].equal(counts[1])
             for layer, count in zip((plain, balanced), counts, strict=True):
                 bias = layer.router.expert_bias
                 bias.copy_(get_updated_expert_bias(count, bias, 0.1))

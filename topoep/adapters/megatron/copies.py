@@ -298,9 +298,10 @@ class LayerCopies:
 
     def _after_wgrad(self, owned: list[Place]) -> Callable[[], None]:
         def add_arrived() -> None:
-            for place in owned if self._memory is not None else ():
+            arrived = {} if self._memory is None else self._memory.arrived
+            for place in owned:
                 parameter = place.get()
-                sum_ = self._memory.arrived.pop(parameter, None)
+                sum_ = arrived.pop(parameter, None)
                 if sum_ is not None:
                     main_grad = getattr(parameter, "main_grad", None)
                     target = parameter.grad if main_grad is None else main_grad
@@ -314,7 +315,8 @@ class LayerCopies:
         if self._delayed_plans:
             plan, kinds = self._delayed_plans.popleft()
             memory = self._memory
-            assert self._guests is not None and memory is not None
+            assert self._guests is not None
+            assert memory is not None
             self._guests.backward_dw()
             for k in kinds:
                 guests = [place.get() for place in self._guest_places[k]]

@@ -8,8 +8,8 @@ tensor, in the order of the local experts. An experts class of your own becomes 
 :func:`register_weight_table`; what else such a class has to keep to:
 
 - it is built as ``layer.submodules.experts(num_local_experts, config, pg_collection=..)`` and
-  called as ``experts(hidden, tokens_per_expert, probs)`` with ``[rows, D]``, ``[num_local_experts]``
-  and ``[rows]``, rows grouped by local expert;
+  called as ``experts(hidden, tokens_per_expert, probs)``: ``[rows, D]``, grouped by local expert,
+  ``[num_local_experts]`` and ``[rows]``;
 - it reads its weights with ``getattr`` at every call, so that a tensor put in the place of a
   parameter is used;
 - with ``gradient_accumulation_fusion`` it adds the gradients of tensors whose names begin with
