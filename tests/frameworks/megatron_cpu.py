@@ -6,17 +6,13 @@ Every function here runs in a forked rank, so what it changes in torch stays the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "frameworks"))
-
-from megatron_on_cpu import use_cpu
+from examples.frameworks.megatron_on_cpu import use_cpu
 
 EXPERTS, HIDDEN, WIDTH = 8, 16, 24
 

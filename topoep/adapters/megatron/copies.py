@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from topoep.adapters.megatron.routing import LayerRouting, Routed
+from topoep.adapters.megatron.rows import join_rows, split_rows
 from topoep.adapters.megatron.tables import Place, weight_table
 from topoep.balancer import Balancer
 from topoep.plan import Plan
@@ -141,16 +142,15 @@ class LayerCopies:
         slots = self._balancer.config.experts_per_rank, self._balancer.spare_slots
         home_counts, guest_counts = tokens_per_expert.split(slots)
         home_rows = int(home_counts.sum())
-        sizes = home_rows, len(hidden) - home_rows
-        home_hidden, guest_hidden = hidden.split(sizes)
-        home_probs, guest_probs = probs.split(sizes)
+        home_hidden, guest_hidden = split_rows(hidden, home_rows)
+        home_probs, guest_probs = split_rows(probs, home_rows)
         lease = self._fetch(routed)
         home_y, bias = compute(home_hidden, home_counts, home_probs)
         if self._guests.training != self._home[0][0].owner.training:
             self._guests.train(self._home[0][0].owner.training)
         guest_y, _ = self._guests(guest_hidden, guest_counts, guest_probs)
         self._leave_places()
-        y = torch.cat([home_y, guest_y])
+        y = join_rows(home_y, guest_y)
         if self._balancer.replica_policy == "refetch":
             (y,) = release([lease], [y])
         return y, bias
