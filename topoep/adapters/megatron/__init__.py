@@ -24,11 +24,11 @@ from topoep.adapters.megatron.checks import check_config, check_upstream
 from topoep.adapters.megatron.copies import (
     BalancedExpertsModule,
     LayerCopies,
-    Shared,
     mixed,
 )
-from topoep.adapters.megatron.routing import BalancedDispatcher, LayerRouting, OnPlan
+from topoep.adapters.megatron.routing import BalancedDispatcher, LayerRouting
 from topoep.adapters.megatron.tables import Place, Table, register_weight_table, weight_table
+from topoep.adapters.shared import BalancerOptions, OnPlan, shared_balancer
 from topoep.balancer import Balancer
 from topoep.topology import Topology
 
@@ -74,17 +74,11 @@ def enable(
         )
     for layer in layers:
         _check_layer(layer)
-    shared: dict[tuple[int, int], Shared] = {}
+    options = BalancerOptions(spare_slots, topology, **balancer_options)
     for layer in layers:
-        group, num_experts = layer.ep_group, layer.config.num_moe_experts
-        key = id(group), num_experts
-        if key not in shared:
-            place = Topology.from_group(group) if topology is None else topology
-            _check_same_topology(place, layer.token_dispatcher)
-            shared[key] = Shared(
-                Balancer(place, num_experts, spare_slots, group=group, **balancer_options)
-            )
-        _balance(layer, shared[key], on_plan)
+        balancer = shared_balancer(layer.ep_group, layer.config.num_moe_experts, options)
+        _check_same_topology(balancer.topology, layer.token_dispatcher)
+        _balance(layer, balancer, on_plan)
     return len(layers)
 
 
@@ -124,10 +118,10 @@ def _check_same_topology(topology: Topology, dispatcher: Any) -> None:
         )
 
 
-def _balance(layer: Any, shared: Shared, on_plan: OnPlan | None) -> None:
-    routing = LayerRouting(shared.balancer, layer, on_plan)
-    copies = LayerCopies(shared, routing, layer.experts, _build_guests(layer, shared.balancer))
-    layer.token_dispatcher = _build_dispatcher(layer, shared.balancer)
+def _balance(layer: Any, balancer: Balancer, on_plan: OnPlan | None) -> None:
+    routing = LayerRouting(balancer, layer, on_plan)
+    copies = LayerCopies(routing, layer.experts, _build_guests(layer, balancer))
+    layer.token_dispatcher = _build_dispatcher(layer, balancer)
     layer.token_dispatcher.topoep = routing
     layer.experts.__class__ = mixed(type(layer.experts), BalancedExpertsModule)
     layer.experts.topoep = copies

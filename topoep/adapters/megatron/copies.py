@@ -22,6 +22,7 @@ Gradients come home in three steps, for every way in which Megatron forms them:
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,8 +48,8 @@ class SlotMemory:
     gradients.
     """
 
-    def __init__(self, balancer: Balancer, home: Sequence[Sequence[Tensor]]) -> None:
-        self.spare_slots = balancer.spare_slots
+    def __init__(self, spare_slots: int, home: Sequence[Sequence[Tensor]]) -> None:
+        self.spare_slots = spare_slots
         self.staged: Weights = tuple(
             rows[0].new_empty((len(rows), *rows[0].shape), requires_grad=False) for rows in home
         )
@@ -71,37 +72,31 @@ class SlotMemory:
         return self._grads
 
 
-class Shared:
-    """A balancer and the memory of its layers, by the shape of their experts."""
+#: The memory of each balancer's layers, by the shape of their experts.
+_memory: weakref.WeakKeyDictionary[Balancer, dict[object, SlotMemory]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, balancer: Balancer) -> None:
-        self.balancer = balancer
-        self._memory: dict[object, SlotMemory] = {}
 
-    def memory(self, home: Sequence[Sequence[Tensor]]) -> SlotMemory:
-        """The memory for experts of this shape, made by the first layer that asks."""
-        key = tuple((rows[0].shape, rows[0].dtype, rows[0].device) for rows in home)
-        if key not in self._memory:
-            self._memory[key] = SlotMemory(self.balancer, home)
-        return self._memory[key]
+def slot_memory(balancer: Balancer, home: Sequence[Sequence[Tensor]]) -> SlotMemory:
+    """The memory for experts of this shape, made for the first layer that asks."""
+    key = tuple((rows[0].shape, rows[0].dtype, rows[0].device) for rows in home)
+    memory = _memory.setdefault(balancer, {})
+    if key not in memory:
+        memory[key] = SlotMemory(balancer.spare_slots, home)
+    return memory[key]
 
 
 class LayerCopies:
     """The copies of one layer.
 
     Args:
-        shared: balancer and memory.
-        routing: where the dispatcher leaves the plan.
+        routing: where the dispatcher leaves the plan, and whose balancer made it.
         experts: Megatron's module of the home experts.
         guests: a module of the same class for S experts, whose parameters are taken out; None if
             there are no spare slots.
     """
 
-    def __init__(
-        self, shared: Shared, routing: LayerRouting, experts: Any, guests: Any | None
-    ) -> None:
-        self._shared = shared
-        self._balancer = shared.balancer
+    def __init__(self, routing: LayerRouting, experts: Any, guests: Any | None) -> None:
+        self._balancer = routing.balancer
         self._routing = routing
         self._guests = guests
         self._home = weight_table(experts)
@@ -160,7 +155,7 @@ class LayerCopies:
         homes = [[place.get() for place in kind] for kind in self._home]
         trainable = [_all_or_none(kind, rows) for kind, rows in zip(self._home, homes, strict=True)]
         self._finish_param_gather()
-        memory = self._memory = self._shared.memory(homes)
+        memory = self._memory = slot_memory(self._balancer, homes)
         keep = self._balancer.replica_policy == "keep"
         buffer = SlotBuffer([memory.staged], memory.spare_slots) if keep else memory.buffer
         lease = _RowsLease(self._balancer, memory, buffer, routed, homes)

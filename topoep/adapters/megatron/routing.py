@@ -8,21 +8,19 @@ logical counts before anything here runs. What the dispatcher gets is as wide as
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from topoep import ops
+from topoep.adapters.shared import OnPlan
 from topoep.balancer import Balancer
 from topoep.plan import Plan
 from topoep.recompute import in_backward
-
-#: Called with an MoE layer and each plan made for it, but not for recomputations.
-OnPlan = Callable[[nn.Module, Plan], None]
 
 
 @dataclass(eq=False)
@@ -78,7 +76,7 @@ class LayerRouting:
     Args:
         balancer: shared by the layers of the model.
         layer: Megatron's MoELayer, handed to ``on_plan``.
-        on_plan: see :data:`OnPlan`.
+        on_plan: called with the layer and each plan made for it, but not for recomputations.
     """
 
     def __init__(self, balancer: Balancer, layer: Any, on_plan: OnPlan | None) -> None:

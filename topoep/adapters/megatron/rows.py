@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of home experts and of copies, apart and together again, copied only where there are both."""
+"""Rows of home experts and of copies, apart and together, copied only where there are both."""
 
 from __future__ import annotations
 
