@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +25,14 @@ CHOOSERS = {"none": lambda: no_copies, "random": lambda: random_copies(7)}
 
 def balancer_of(layer) -> topoep.Balancer:
     return layer.token_dispatcher.topoep.balancer
+
+
+def count_guest_rows(layer) -> list[list[int]]:
+    """For every forward pass from now on the rows that each spare slot of this rank computes."""
+    rows: list[list[int]] = []
+    guests = layer.experts.topoep._guests
+    guests.register_forward_pre_hook(lambda module, inputs: rows.append(inputs[1].tolist()))
+    return rows
 
 
 def gradients(layer) -> dict[str, torch.Tensor]:
@@ -64,6 +75,8 @@ def compare(plain, balanced, exact: bool) -> None:
 def layer_steps(rank: int, ep: int, dispatcher: str, plan: str, spare: int) -> None:
     mc.start(ep)
     plain, balanced = pair(rank, ep, plan, spare, moe_token_dispatcher_type=dispatcher)
+    planned = force(balancer_of(balanced), CHOOSERS[plan]()) if spare else []
+    computed = count_guest_rows(balanced) if spare else []
     for microbatch in range(3):
         x = mc.tokens(rank, microbatch)
         grad_y = torch.randn(x.shape, generator=torch.Generator().manual_seed(microbatch + rank))
@@ -71,6 +84,8 @@ def layer_steps(rank: int, ep: int, dispatcher: str, plan: str, spare: int) -> N
         assert torch.equal(y0, y1)
         assert torch.equal(dx0, dx1)
     compare(plain, balanced, exact=plan == "none")
+    assert computed == [p.slot_tokens[rank].tolist() for p in planned], "copies serve their tokens"
+    assert any(p.slot_tokens.any() for p in planned) == (plan == "random")
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
@@ -369,3 +384,33 @@ def shared_experts(rank: int, overlap: bool) -> None:
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_shared_experts(overlap):
     run_ranks(2, shared_experts, overlap)
+
+
+def one_expert_per_rank(rank: int) -> None:
+    mc.start(4)
+    plain, balanced = pair(rank, 4, "random", 2, num_moe_experts=4)
+    x = mc.tokens(rank)
+    outputs = [run(layer, x, x.cos() / x.numel()) for layer in (plain, balanced)]
+    assert all(one.equal(other) for one, other in zip(*outputs, strict=True))
+    compare(plain, balanced, exact=False)
+
+
+def test_one_expert_per_rank():
+    run_ranks(4, one_expert_per_rank)
+
+
+def plans_are_let_go(rank: int) -> None:
+    """Nothing keeps a plan, and with it a graph, once its backward has run."""
+    mc.start(2)
+    layer = mc.moe_layer(mc.config(2))
+    plans = []
+    adapter.enable(layer, on_plan=lambda layer, plan: plans.append(weakref.ref(plan)))
+    for microbatch in range(3):
+        run(layer, mc.tokens(rank, microbatch), mc.tokens(rank, microbatch))
+    gc.collect()
+    assert len(plans) == 3
+    assert [ref() for ref in plans] == [None] * 3
+
+
+def test_plans_are_let_go():
+    run_ranks(2, plans_are_let_go)

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import types
+
 import pytest
 
 import topoep
@@ -33,8 +36,8 @@ def data_parallel(layer, cfg, delayed: bool):
     return DistributedDataParallel(cfg, ddp, layer)
 
 
-def layers(ep: int, fused: bool, bias: bool, delay: str):
-    cfg = mc.config(ep, add_bias_linear=bias, gradient_accumulation_fusion=fused)
+def layers(ep: int, fused: bool, bias: bool, delay: str, **options):
+    cfg = mc.config(ep, add_bias_linear=bias, gradient_accumulation_fusion=fused, **options)
     # Megatron wants these together with options that need a GPU; the layer reads them one by one.
     cfg.delay_wgrad_compute = delay == "called"
     cfg.overlap_dispatch_backward_with_experts_wgrad = delay == "overlapped"
@@ -100,3 +103,36 @@ def test_without_data_parallel(delay):
 @pytest.mark.parametrize("delay", ["no", "called"])
 def test_biases_of_experts(delay):
     run_ranks(2, train, 2, "random", True, True, delay, True)
+
+
+def without_fp8() -> None:
+    """Megatron asks TransformerEngine whether fp8 is on, even where it is not installed."""
+    from megatron.core.tensor_parallel import random
+
+    random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+    random.FP8GlobalStateManager.get_fp8_recipe = lambda: None
+    random.fp8_autocast = random.activation_recompute_forward = lambda **options: (
+        contextlib.nullcontext()
+    )
+
+
+def activations_recomputed(rank: int) -> None:
+    mc.start(2)
+    without_fp8()
+    selective = {
+        "moe_grouped_gemm": True,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe_act"],
+    }
+    cfg, (plain, balanced) = layers(2, False, False, "no", **selective)
+    assert plain.experts.activation_recompute
+    adapter.enable(balanced)
+    force(balancer_of(balanced), CHOOSERS["random"]())
+    x = mc.tokens(rank)
+    outputs = [run(layer, x, x.flip(0) / x.numel()) for layer in (plain, balanced)]
+    assert all(one.equal(other) for one, other in zip(*outputs, strict=True))
+    compare(plain, balanced, exact=False)
+
+
+def test_recomputed_activations():
+    run_ranks(2, activations_recomputed)

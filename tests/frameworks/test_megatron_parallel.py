@@ -12,7 +12,7 @@ from tests.frameworks import deepep_standin
 from tests.frameworks import megatron_cpu as mc
 from tests.frameworks.environment import require
 from tests.frameworks.plans import force, random_copies
-from tests.frameworks.test_megatron import balancer_of, compare, run
+from tests.frameworks.test_megatron import balancer_of, compare, count_guest_rows, run
 
 require("megatron.core.models.gpt")
 
@@ -34,6 +34,7 @@ def expert_tensor_parallel(rank: int, ep: int, tp: int, etp: int, dispatcher: st
     topology = topoep.Topology(num_nodes=1, ranks_per_node=ep)
     adapter.enable(balanced, topology=topology, on_plan=lambda _, plan: planned.append(plan))
     force(balancer_of(balanced), random_copies(5))
+    computed = count_guest_rows(balanced)
     width = plain.experts.local_experts[0].linear_fc2.weight.shape[1]
     assert width == mc.WIDTH // etp, "experts are sharded"
     for microbatch in range(3):
@@ -48,6 +49,7 @@ def expert_tensor_parallel(rank: int, ep: int, tp: int, etp: int, dispatcher: st
         tables = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(tables, planned[-1].slot_expert.tolist())
         assert tables == tables[:1] * len(tables), "one plan for all shards"
+        assert computed[-1] == planned[-1].slot_tokens[planned[-1].rank].tolist()
         assert planned[-1].counts.sum() == ep * etp * 2 * x.shape[0] * x.shape[1]
     compare(plain, balanced, exact=False)
 
@@ -174,7 +176,8 @@ def flex(rank: int, ep: int, etp: int, backend: str) -> None:
     )
     plain, balanced = (mc.moe_layer(cfg) for _ in range(2))
     adapter.enable(balanced)
-    force(balancer_of(balanced), random_copies(5))
+    planned = force(balancer_of(balanced), random_copies(5))
+    computed = count_guest_rows(balanced)
     for microbatch in range(2):
         x = mc.tokens(rank, microbatch)
         (y0, dx0), (y1, dx1) = (run(layer, x, x.cos() / x.numel()) for layer in (plain, balanced))
@@ -184,6 +187,7 @@ def flex(rank: int, ep: int, etp: int, backend: str) -> None:
             assert torch.equal(y0, y1)
             assert torch.equal(dx0, dx1)
     compare(plain, balanced, exact=False)
+    assert computed == [plan.slot_tokens[plan.rank].tolist() for plan in planned]
 
 
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])
