@@ -124,7 +124,7 @@ def activations_recomputed(rank: int) -> None:
         "recompute_granularity": "selective",
         "recompute_modules": ["moe_act"],
     }
-    cfg, (plain, balanced) = layers(2, False, False, "no", **selective)
+    _, (plain, balanced) = layers(2, False, False, "no", **selective)
     assert plain.experts.activation_recompute
     adapter.enable(balanced)
     force(balancer_of(balanced), CHOOSERS["random"]())
