@@ -136,3 +136,17 @@ def activations_recomputed(rank: int) -> None:
 
 def test_recomputed_activations():
     run_ranks(2, activations_recomputed)
+
+
+def enabled_too_late(rank: int) -> None:
+    mc.start(2)
+    cfg, (layer, _) = layers(2, True, False, "called")
+    dispatcher = layer.token_dispatcher
+    model = data_parallel(layer, cfg, delayed=True)
+    with pytest.raises(ValueError, match="call enable before the model is wrapped"):
+        adapter.enable(model)
+    assert layer.token_dispatcher is dispatcher
+
+
+def test_delayed_weight_gradients_need_enable_before_wrapping():
+    run_ranks(2, enabled_too_late)

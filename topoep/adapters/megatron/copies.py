@@ -166,15 +166,15 @@ class LayerCopies:
         places = [place for kind in self._guest_places for place in kind]
         for place, guest in zip(places, guests, strict=True):
             place.put(guest)
-        if any(trainable):
+        if self._fused and any(trainable) and torch.is_grad_enabled():
             self._give_main_grads(memory)
         return lease
 
     def _give_main_grads(self, memory: SlotMemory) -> None:
         for kind, grads in zip(self._guest_places, memory.grads[0], strict=True):
+            if not self._adds_to_main_grad(kind):
+                continue
             for place, grad in zip(kind, grads, strict=True):
-                if not self._adds_to_main_grad(kind):
-                    continue
                 guest = place.get()
                 guest.main_grad = grad  # type: ignore[attr-defined]
                 guest.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -193,9 +193,8 @@ class LayerCopies:
         DistributedDataParallel waits in a hook before the module that uses them; copies are sent
         before that.
         """
-        owners = {id(kind[0].owner): kind[0].owner for kind in self._home}
-        owners.update({id(place.owner): place.owner for kind in self._home for place in kind})
-        for owner in owners.values():
+        # In the same order on all ranks: the hook may start the next gather.
+        for owner in dict.fromkeys(place.owner for kind in self._home for place in kind):
             for hook in owner._forward_pre_hooks.values():
                 if "DistributedDataParallel" in getattr(hook, "__qualname__", ""):
                     hook(owner, ())
