@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.ranks import run_ranks
+from tests.frameworks import deepep_standin
 from tests.frameworks import megatron_cpu as mc
 from tests.frameworks.environment import require
 from tests.frameworks.plans import force, random_copies
@@ -152,3 +153,22 @@ def weights_change(rank: int) -> None:
 
 def test_weights_that_change_before_backward():
     run_ranks(2, weights_change)
+
+
+def beyond_deepep(rank: int) -> None:
+    mc.start(2)
+    deepep_standin.install()
+    options = {
+        "moe_token_dispatcher_type": "flex",
+        "moe_router_dtype": "fp32",
+        "num_moe_experts": 64,
+        "moe_router_topk": 33,
+    }
+    layer = mc.moe_layer(mc.config(2, **options))
+    with pytest.raises(ValueError, match="33 top_k for a dispatcher that takes 1 to 32"):
+        adapter.enable(layer)
+    assert not hasattr(layer.experts, "topoep")
+
+
+def test_limits_of_deepep():
+    run_ranks(2, beyond_deepep)

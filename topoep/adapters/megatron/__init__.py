@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from topoep.adapters import deepep
 from topoep.adapters.megatron.checks import check_config, check_upstream
 from topoep.adapters.megatron.copies import (
     BalancedExpertsModule,
@@ -63,7 +64,7 @@ def enable(
         ImportError: megatron-core is missing, of a version that is not supported, or differs from
             what this adapter was written for.
         ValueError: there is no MoE layer, a layer is balanced already, its experts are on one rank,
-            or it has options that copies do not work with.
+            it has options that copies do not work with, or exceeds what DeepEP can take.
     """
     check_upstream()
     layers = list(_moe_layers(model))
@@ -78,6 +79,7 @@ def enable(
     for layer in layers:
         balancer = shared_balancer(layer.ep_group, layer.config.num_moe_experts, options)
         _check_same_topology(balancer.topology, layer.token_dispatcher)
+        _check_limits(balancer, layer)
         _balance(layer, balancer, on_plan)
     return len(layers)
 
@@ -116,6 +118,16 @@ def _check_same_topology(topology: Topology, dispatcher: Any) -> None:
             "the ranks of an expert-tensor-parallel group see different topologies "
             f"({tables}); pass topology= to enable"
         )
+
+
+def _check_limits(balancer: Balancer, layer: Any) -> None:
+    """What DeepEP can take; Megatron hands it the ranks of a tensor-parallel group one by one."""
+    config = layer.config
+    if (
+        config.moe_token_dispatcher_type == "flex"
+        and config.moe_flex_dispatcher_backend == "deepep"
+    ):
+        deepep.limits.check(balancer, config.moe_router_topk * layer.token_dispatcher.tp_size)
 
 
 def _balance(layer: Any, balancer: Balancer, on_plan: OnPlan | None) -> None:
