@@ -172,3 +172,19 @@ def beyond_deepep(rank: int) -> None:
 
 def test_limits_of_deepep():
     run_ranks(2, beyond_deepep)
+
+
+def sharded(rank: int) -> None:
+    mc.start(2)
+    early, late = (mc.moe_layer(mc.config(2)) for _ in range(2))
+    adapter.enable(late)
+    for layer in (early, late):
+        layer.experts.local_experts[0].linear_fc1.weight.__fsdp_param__ = True
+    with pytest.raises(ValueError, match="sharded by Megatron-FSDP cannot be copied"):
+        adapter.enable(early)
+    with pytest.raises(ValueError, match="sharded by Megatron-FSDP cannot be copied"):
+        late(mc.tokens(rank))
+
+
+def test_sharded_parameters():
+    run_ranks(2, sharded)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from topoep.adapters import deepep
-from topoep.adapters.megatron.checks import check_config, check_upstream
+from topoep.adapters.megatron.checks import check_config, check_not_sharded, check_upstream
 from topoep.adapters.megatron.copies import (
     BalancedExpertsModule,
     LayerCopies,
@@ -101,10 +101,7 @@ def _check_layer(layer: Any) -> None:
             "(expert_model_parallel_size=1), so there is nothing to balance"
         )
     for kind in weight_table(layer.experts):
-        if hasattr(kind[0].get(), "__fsdp_param__"):
-            raise ValueError(
-                "parameters sharded by Megatron-FSDP cannot be copied; use DistributedDataParallel"
-            )
+        check_not_sharded(kind[0].get())
 
 
 def _check_same_topology(topology: Topology, dispatcher: Any) -> None:

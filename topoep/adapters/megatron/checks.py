@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from topoep.adapters.upstream import check_parameters, check_version
 
 MINIMUM, BELOW = "0.19", "0.20"
@@ -62,6 +64,14 @@ def check_config(config: Any) -> None:
                 f"{name}={getattr(config, name)!r} does not work with copies of experts: "
                 f"{_REASONS[name]}"
             )
+
+
+def check_not_sharded(parameter: Tensor) -> None:
+    """Raises ValueError for a parameter of which this rank holds a part only."""
+    if hasattr(parameter, "__fsdp_param__"):
+        raise ValueError(
+            "parameters sharded by Megatron-FSDP cannot be copied; use DistributedDataParallel"
+        )
 
 
 def _captures_experts(config: Any) -> bool:

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from topoep.adapters.megatron.checks import check_not_sharded
 from topoep.adapters.megatron.routing import LayerRouting, Routed
 from topoep.adapters.megatron.rows import join_rows, split_rows
 from topoep.adapters.megatron.tables import Place, weight_table
@@ -162,6 +163,7 @@ class LayerCopies:
         if torch.is_grad_enabled():
             self._hook_parameters(homes, trainable)
         flat = [row for rows in homes for row in rows]
+        check_not_sharded(flat[0])
         guests = _Fetch.apply(self, lease, trainable, *flat)
         places = [place for kind in self._guest_places for place in kind]
         for place, guest in zip(places, guests, strict=True):
