@@ -22,7 +22,6 @@ Gradients come home in three steps, for every way in which Megatron forms them:
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,57 +32,10 @@ from torch import Tensor
 from topoep.adapters.megatron.checks import check_not_sharded
 from topoep.adapters.megatron.routing import LayerRouting, Routed
 from topoep.adapters.megatron.rows import join_rows, split_rows
+from topoep.adapters.megatron.slots import RowsLease, SlotMemory, copied_homes, slot_memory
 from topoep.adapters.megatron.tables import Place, weight_table
-from topoep.balancer import Balancer
 from topoep.plan import Plan
-from topoep.replicas import Lease, SlotBuffer, release
-from topoep.transports.base import Weights
-from topoep.transports.host import HostTransport
-
-
-class SlotMemory:
-    """What all layers with experts of one shape share.
-
-    Per kind of tensor: S spare slots, H rows in which home experts are staged for the transport
-    (Megatron's parameters do not lie next to each other), and the same again in float32 for
-    gradients.
-    """
-
-    def __init__(self, spare_slots: int, home: Sequence[Sequence[Tensor]]) -> None:
-        self.spare_slots = spare_slots
-        self.staged: Weights = tuple(
-            rows[0].new_empty((len(rows), *rows[0].shape), requires_grad=False) for rows in home
-        )
-        self.buffer = SlotBuffer([self.staged], self.spare_slots)
-        self._grads: tuple[Weights, Weights] | None = None
-        #: Sums for home experts that wait for the parameter's own gradient.
-        self.arrived: dict[Tensor, Tensor] = {}
-
-    @property
-    def grads(self) -> tuple[Weights, Weights]:
-        """Gradients of the slots ``[S, ...]`` and of the homes ``[H, ...]``, made when needed."""
-        if self._grads is None:
-
-            def zeros(rows: int) -> Weights:
-                return tuple(
-                    t.new_zeros((rows, *t.shape[1:]), dtype=_wide(t.dtype)) for t in self.staged
-                )
-
-            self._grads = zeros(self.spare_slots), zeros(len(self.staged[0]))
-        return self._grads
-
-
-#: The memory of each balancer's layers, by the shape of their experts.
-_memory: weakref.WeakKeyDictionary[Balancer, dict[object, SlotMemory]] = weakref.WeakKeyDictionary()
-
-
-def slot_memory(balancer: Balancer, home: Sequence[Sequence[Tensor]]) -> SlotMemory:
-    """The memory for experts of this shape, made for the first layer that asks."""
-    key = tuple((rows[0].shape, rows[0].dtype, rows[0].device) for rows in home)
-    memory = _memory.setdefault(balancer, {})
-    if key not in memory:
-        memory[key] = SlotMemory(balancer.spare_slots, home)
-    return memory[key]
+from topoep.replicas import SlotBuffer, release
 
 
 class LayerCopies:
@@ -151,7 +103,7 @@ class LayerCopies:
             (y,) = release([lease], [y])
         return y, bias
 
-    def _fetch(self, routed: Routed) -> _RowsLease:
+    def _fetch(self, routed: Routed) -> RowsLease:
         """Puts the weights of the plan's copies into the places of the guests. Collective."""
         homes = [[place.get() for place in kind] for kind in self._home]
         trainable = [_all_or_none(kind, rows) for kind, rows in zip(self._home, homes, strict=True)]
@@ -159,7 +111,7 @@ class LayerCopies:
         memory = self._memory = slot_memory(self._balancer, homes)
         keep = self._balancer.replica_policy == "keep"
         buffer = SlotBuffer([memory.staged], memory.spare_slots) if keep else memory.buffer
-        lease = _RowsLease(self._balancer, memory, buffer, routed, homes)
+        lease = RowsLease(self._balancer, memory, buffer, routed, homes)
         if torch.is_grad_enabled():
             self._hook_parameters(homes, trainable)
         flat = [row for rows in homes for row in rows]
@@ -204,7 +156,7 @@ class LayerCopies:
     # ---- backward ------------------------------------------------------------------------------
 
     def bring_home(
-        self, lease: _RowsLease, trainable: list[bool], grads: Sequence[Tensor | None]
+        self, lease: RowsLease, trainable: list[bool], grads: Sequence[Tensor | None]
     ) -> None:
         """Sends the gradients of the copies home. Collective; called by autograd."""
         plan = lease.plan
@@ -338,53 +290,12 @@ class BalancedExpertsModule:
         self.topoep.backward_dw(super().backward_dw)  # type: ignore[misc]
 
 
-def copied_homes(balancer: Balancer, plan: Plan) -> list[int]:
-    """The home experts of this rank that the plan copies; all where the plan is not on the host."""
-    home = plan.config.experts_per_rank
-    if not isinstance(balancer.transport, HostTransport):
-        return list(range(home))
-    rank = balancer.held_ranks[0]
-    return sorted(
-        {int(e) % home for e in plan.host.slot_expert.flat if e >= 0 and e // home == rank}
-    )
-
-
-class _RowsLease(Lease):
-    """A lease on slots whose weights are separate tensors per expert, staged when they are sent."""
-
-    def __init__(
-        self,
-        balancer: Balancer,
-        memory: SlotMemory,
-        buffer: SlotBuffer,
-        routed: Routed,
-        homes: list[list[Tensor]],
-    ) -> None:
-        self.memory = memory
-        self.routed = routed  # kept for recomputations, by the autograd graph that keeps this
-        self._homes = homes
-        self._balancer = balancer
-        super().__init__(balancer.transport, buffer, routed.plan, [memory.staged])
-
-    def _content(self) -> object:
-        versions = tuple((t.data_ptr(), t._version) for rows in self._homes for t in rows)
-        return self.plan.token, versions
-
-    def _fetch(self) -> None:
-        if self.buffer.content != self.content:
-            with torch.no_grad():
-                for local in copied_homes(self._balancer, self.plan):
-                    for staged, rows in zip(self.memory.staged, self._homes, strict=True):
-                        staged[local].copy_(rows[local])
-        super()._fetch()
-
-
 class _Fetch(torch.autograd.Function):
     """Home parameters -> weights of the copies, one tensor per kind and slot."""
 
     @staticmethod
     def forward(
-        ctx: Any, copies: LayerCopies, lease: _RowsLease, trainable: list[bool], *homes: Tensor
+        ctx: Any, copies: LayerCopies, lease: RowsLease, trainable: list[bool], *homes: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.copies, ctx.lease, ctx.trainable = copies, lease, trainable
         ctx.set_materialize_grads(False)
@@ -410,10 +321,6 @@ def _all_or_none(kind: list[Place], rows: list[Tensor]) -> bool:
             "need either all or none of them frozen"
         )
     return all(trained)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def mixed(instance_class: type, mixin: type) -> type:
