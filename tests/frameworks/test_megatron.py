@@ -414,3 +414,22 @@ def plans_are_let_go(rank: int) -> None:
 
 def test_plans_are_let_go():
     run_ranks(2, plans_are_let_go)
+
+
+def plan_on_the_device(rank: int, plan: str) -> None:
+    """What is done where the host does not know the plan: all home experts are staged."""
+    from topoep.adapters.megatron import slots
+
+    slots.HostTransport = type("Other", (), {})
+    mc.start(2)
+    plain, balanced = pair(rank, 2, plan, 2)
+    for microbatch in range(2):
+        x = mc.tokens(rank, microbatch)
+        outputs = [run(layer, x, x.cos() / x.numel()) for layer in (plain, balanced)]
+        assert all(one.equal(other) for one, other in zip(*outputs, strict=True))
+    compare(plain, balanced, exact=plan == "none")
+
+
+@pytest.mark.parametrize("plan", CHOOSERS)
+def test_transports_that_leave_the_plan_on_the_device(plan):
+    run_ranks(2, plan_on_the_device, plan)
