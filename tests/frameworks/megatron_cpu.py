@@ -18,7 +18,12 @@ EXPERTS, HIDDEN, WIDTH = 8, 16, 24
 
 
 def start(
-    ep: int, tp: int = 1, etp: int | None = None, pp: int = 1, vpp: int | None = None
+    ep: int,
+    tp: int = 1,
+    etp: int | None = None,
+    pp: int = 1,
+    vpp: int | None = None,
+    cp: int = 1,
 ) -> None:
     """Makes Megatron's process groups; the world is running already."""
     from megatron.core import parallel_state
@@ -29,6 +34,7 @@ def start(
         tp,
         pp,
         virtual_pipeline_model_parallel_size=vpp,
+        context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
     )

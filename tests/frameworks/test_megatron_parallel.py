@@ -194,3 +194,21 @@ def flex(rank: int, ep: int, etp: int, backend: str) -> None:
 @pytest.mark.parametrize(("ep", "etp"), [(4, 1), (2, 2)])
 def test_flex_dispatchers(ep, etp, backend):
     run_ranks(4, flex, ep, etp, backend)
+
+
+def context_parallel(rank: int) -> None:
+    mc.start(4, cp=2)
+    options = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    cfg = mc.config(4, context_parallel_size=2, **options)
+    plain, balanced = (mc.moe_layer(cfg) for _ in range(2))
+    adapter.enable(balanced)
+    force(balancer_of(balanced), random_copies(5))
+    x = mc.tokens(rank)
+    (y0, dx0), (y1, dx1) = (run(layer, x, x.cos() / x.numel()) for layer in (plain, balanced))
+    assert torch.equal(y0, y1)
+    assert torch.equal(dx0, dx1)
+    compare(plain, balanced, exact=False)
+
+
+def test_context_parallelism():
+    run_ranks(4, context_parallel)
