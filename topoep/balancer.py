@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from topoep import ops
 from topoep._version import __version__
@@ -55,6 +57,9 @@ _PLAIN_FIELDS = ("num_experts", "spare_slots", "slot_buffers", "comm_sms")
 #: one entry per simulated rank, otherwise the entry itself.
 TensorOrList = Tensor | list[Tensor]
 WeightsOrList = Weights | list[Weights]
+
+#: Told about every plan that is made: the layer given to ``plan``, and the counts.
+PlanObserver = Callable[[object | None, Tensor], None]
 
 
 class PendingReplicas:
@@ -167,6 +172,7 @@ class Balancer:
         )
         self._replay = Replay()
         self._num_plans = 0
+        self._observers: OrderedDict[int, PlanObserver] = OrderedDict()
         # What replicate handed out, by plan and whether in a recomputation, until its release.
         self._unreleased: dict[tuple[int, bool], list[Tensor]] = {}
 
@@ -247,7 +253,25 @@ class Balancer:
         plan = self._make_plan(counts, invalid, ids)
         history.add(plan)
         self._replay.record(plan)
+        for observer in tuple(self._observers.values()):
+            observer(layer, counts)
         return plan
+
+    def on_plan(self, observer: PlanObserver) -> RemovableHandle:
+        """Calls ``observer(layer, counts)`` after every plan that :meth:`plan` makes.
+
+        Plans that a recomputation finds again are not made, and not announced.
+
+        Args:
+            observer: gets the argument ``layer`` of :meth:`plan` and the counts, int32 ``[R, E]``
+                on the device of the ids.
+
+        Returns:
+            A handle whose ``remove()`` ends it.
+        """
+        handle = RemovableHandle(self._observers)
+        self._observers[handle.id] = observer
+        return handle
 
     def plan_from_counts(self, counts: Tensor) -> Plan:
         """Makes the plan from counts that all ranks know already; no communication.
