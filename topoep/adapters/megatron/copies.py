@@ -35,7 +35,8 @@ from topoep.adapters.megatron.rows import join_rows, split_rows
 from topoep.adapters.megatron.slots import RowsLease, SlotMemory, copied_homes, slot_memory
 from topoep.adapters.megatron.tables import Place, weight_table
 from topoep.plan import Plan
-from topoep.replicas import SlotBuffer, release
+from topoep.recompute import in_backward
+from topoep.replicas import release
 
 
 class LayerCopies:
@@ -99,8 +100,10 @@ class LayerCopies:
         guest_y, _ = self._guests(guest_hidden, guest_counts, guest_probs)
         self._leave_places()
         y = join_rows(home_y, guest_y)
+        lease.end_use()
         if self._balancer.replica_policy == "refetch":
-            (y,) = release([lease], [y])
+            (y,) = release([lease], (), [y], refetch=True)
+        routed.plan.usage.current(in_backward()).released = True
         return y, bias
 
     def _fetch(self, routed: Routed) -> RowsLease:
@@ -109,14 +112,13 @@ class LayerCopies:
         trainable = [_all_or_none(kind, rows) for kind, rows in zip(self._home, homes, strict=True)]
         self._finish_param_gather()
         memory = self._memory = slot_memory(self._balancer, homes)
-        keep = self._balancer.replica_policy == "keep"
-        buffer = SlotBuffer([memory.staged], memory.spare_slots) if keep else memory.buffer
-        lease = RowsLease(self._balancer, memory, buffer, routed, homes)
+        lease = RowsLease(self._balancer, memory, routed, homes)
         if torch.is_grad_enabled():
             self._hook_parameters(homes, trainable)
         flat = [row for rows in homes for row in rows]
         check_not_sharded(flat[0])
         guests = _Fetch.apply(self, lease, trainable, *flat)
+        lease.wait()
         places = [place for kind in self._guest_places for place in kind]
         for place, guest in zip(places, guests, strict=True):
             place.put(guest)
@@ -161,7 +163,7 @@ class LayerCopies:
         """Sends the gradients of the copies home. Collective; called by autograd."""
         plan = lease.plan
         plan.usage.backward_done = True
-        lease.released = True
+        lease.end_backward()
         kinds = [k for k, wanted in enumerate(trainable) if wanted]
         if self._delayed:
             self._delayed_plans.append((plan, kinds))

@@ -12,7 +12,8 @@ from torch import Tensor
 from topoep.adapters.megatron.routing import Routed
 from topoep.balancer import Balancer
 from topoep.plan import Plan
-from topoep.replicas import Lease, SlotBuffer
+from topoep.recompute import in_backward
+from topoep.replicas import BufferPool, Lease, SlotBuffer, find_twin
 from topoep.transports.base import Weights
 from topoep.transports.host import HostTransport
 
@@ -25,15 +26,24 @@ class SlotMemory:
     gradients.
     """
 
-    def __init__(self, spare_slots: int, home: Sequence[Sequence[Tensor]]) -> None:
-        self.spare_slots = spare_slots
+    def __init__(self, balancer: Balancer, home: Sequence[Sequence[Tensor]]) -> None:
+        self.spare_slots = balancer.spare_slots
         self.staged: Weights = tuple(
             rows[0].new_empty((len(rows), *rows[0].shape), requires_grad=False) for rows in home
         )
-        self.buffer = SlotBuffer([self.staged], self.spare_slots)
+        self._shared = BufferPool(self._make, balancer.slot_buffers)
+        self._keep = balancer.replica_policy == "keep"
         self._grads: tuple[Weights, Weights] | None = None
         #: Sums for home experts that wait for the parameter's own gradient.
         self.arrived: dict[Tensor, Tensor] = {}
+
+    def _make(self) -> SlotBuffer:
+        return SlotBuffer([self.staged], self.spare_slots)
+
+    @property
+    def pool(self) -> BufferPool:
+        """Where copies go: shared, or slots of their own for every call with "keep"."""
+        return BufferPool(self._make, 1) if self._keep else self._shared
 
     @property
     def grads(self) -> tuple[Weights, Weights]:
@@ -58,7 +68,7 @@ def slot_memory(balancer: Balancer, home: Sequence[Sequence[Tensor]]) -> SlotMem
     key = tuple((rows[0].shape, rows[0].dtype, rows[0].device) for rows in home)
     memory = _memory.setdefault(balancer, {})
     if key not in memory:
-        memory[key] = SlotMemory(balancer.spare_slots, home)
+        memory[key] = SlotMemory(balancer, home)
     return memory[key]
 
 
@@ -69,7 +79,6 @@ class RowsLease(Lease):
         self,
         balancer: Balancer,
         memory: SlotMemory,
-        buffer: SlotBuffer,
         routed: Routed,
         homes: list[list[Tensor]],
     ) -> None:
@@ -77,18 +86,19 @@ class RowsLease(Lease):
         self.routed = routed  # kept for recomputations, by the autograd graph that keeps this
         self._homes = homes
         self._balancer = balancer
-        super().__init__(balancer.transport, buffer, routed.plan, [memory.staged])
+        plan = routed.plan
+        twin = find_twin(plan, [memory.staged])
+        super().__init__(balancer.transport, memory.pool, plan, [memory.staged], twin)
+        plan.usage.current(in_backward()).leases.append(weakref.ref(self))
 
-    def _content(self) -> object:
-        versions = tuple((t.data_ptr(), t._version) for rows in self._homes for t in rows)
-        return self.plan.token, versions
+    def _identity(self) -> object:
+        return tuple((t.data_ptr(), t._version) for rows in self._homes for t in rows)
 
     def _fetch(self) -> None:
-        if self.buffer.content != self.content:
-            with torch.no_grad():
-                for local in copied_homes(self._balancer, self.plan):
-                    for staged, rows in zip(self.memory.staged, self._homes, strict=True):
-                        staged[local].copy_(rows[local])
+        with torch.no_grad():
+            for local in copied_homes(self._balancer, self.plan):
+                for staged, rows in zip(self.memory.staged, self._homes, strict=True):
+                    staged[local].copy_(rows[local])
         super()._fetch()
 
 
