@@ -1,10 +1,13 @@
 # Everything on a fresh machine with Python 3.10+ and a C++17 compiler:
 #   make demo    set up, build, and train a small MoE model with and without TopoEP
 #   make test    set up, build, and run all tests
-# Also: make test-slow, make lint, make bench, make clean.
+# Also: make example-transformers, make example-torchtitan, make example-megatron,
+#       make test-frameworks, make test-slow, make fuzz, make lint, make bench, make clean.
 
 PYTHON ?= python3
 VENV ?= .venv
+# The extra environment of `make test-frameworks`: transformers, torchtitan and megatron-core.
+FRAMEWORKS ?= .venv-frameworks
 # The pinned torch: a CPU or a CUDA build, as the package index offers for this machine.
 TORCH ?= torch==2.13.0
 
@@ -16,7 +19,8 @@ TOOLS := numpy setuptools wheel ninja cmake pytest hypothesis scipy rich matplot
 # What a build depends on; Python files are used in place.
 SOURCES := setup.py pyproject.toml tools/toolchain.py $(shell find csrc -type f)
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: demo test test-slow test-frameworks example-transformers example-torchtitan \
+        example-megatron fuzz lint format bench bench-adapters clean
 .DELETE_ON_ERROR:
 
 $(VENV)/tools.stamp: Makefile
@@ -49,6 +53,34 @@ test: $(VENV)/build.stamp $(VENV)/nvcc.stamp
 
 test-slow: $(VENV)/build.stamp $(VENV)/nvcc.stamp
 	TOPOEP_TEST_EXAMPLES=20 $(RUN) -m pytest --durations=15 -m "not gpu and not nccl"
+
+# The library that `build.stamp` leaves in topoep/ loads into the other environment's torch too.
+$(FRAMEWORKS)/frameworks.stamp: $(wildcard tools/frameworks/*)
+	sh tools/frameworks/setup.sh $(FRAMEWORKS) $(PYTHON)
+	touch $@
+
+RUN_FRAMEWORKS := PYTHONPATH=. $(FRAMEWORKS)/bin/python
+
+test-frameworks: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
+	TOPOEP_TEST_FRAMEWORKS=1 $(RUN_FRAMEWORKS) -m pytest --durations=15 tests/frameworks
+
+example-transformers: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
+	$(RUN_FRAMEWORKS) examples/frameworks/train_transformers.py
+
+example-torchtitan: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
+	$(RUN_FRAMEWORKS) examples/frameworks/train_torchtitan.py
+
+example-megatron: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
+	$(RUN_FRAMEWORKS) examples/frameworks/train_megatron.py
+
+bench-adapters: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
+	$(RUN_FRAMEWORKS) benchmarks/bench_adapters.py
+
+# Seeds are printed; FIRST=.. continues where the last run ended.
+FIRST ?= 1
+fuzz: $(VENV)/build.stamp
+	$(RUN) -m tests.fuzz_plans --first $(FIRST) --plans 100000 --kernels 2000
+	$(RUN) -m tests.distributed.fuzz_experts --first $(FIRST) --number 300
 
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.cuh' '*.cu')
 

@@ -43,10 +43,11 @@ class Resources:
     spill_bytes: int
 
 
-def compile_file(cuda_home: Path, source: Path) -> str:
+def compile_file(cuda_home: Path, source: Path, includes: tuple[Path, ...] = ()) -> str:
     """Compiles for all architectures and returns what ptxas says, from the cache if it can."""
     inputs = sorted(CSRC.glob("core/*.h")) + sorted(CSRC.glob("cuda/*.*h")) + [source]
-    key = hashlib.sha256(repr((FLAGS, ARCHS, nvcc_version(cuda_home))).encode())
+    inputs += sorted(CSRC.glob("comm/*.*h")) if includes else []
+    key = hashlib.sha256(repr((FLAGS, ARCHS, nvcc_version(cuda_home), includes)).encode())
     for path in inputs:
         key.update(path.name.encode() + path.read_bytes())
     kept = CACHE / f"{source.stem}-{key.hexdigest()[:16]}.txt"
@@ -56,6 +57,7 @@ def compile_file(cuda_home: Path, source: Path) -> str:
     archs = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
     output = CACHE / f"{source.stem}-{key.hexdigest()[:16]}.o"
     command = [str(cuda_home / "bin/nvcc"), *FLAGS, *archs, f"-I{CSRC}", "-c", str(source)]
+    command += [f"-I{folder}" for folder in includes]
     result = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True)
     if result.returncode != 0:
         raise RuntimeError(f"{source.name} does not compile:\n{result.stdout}{result.stderr}")

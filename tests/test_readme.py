@@ -59,7 +59,7 @@ def test_every_field_test_is_listed():
 def test_commands_of_the_readme_exist():
     text = "".join(page.read_text() for page in PAGES)
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"make ([a-z-]+)", text)):
+    for target in set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 

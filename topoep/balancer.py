@@ -23,7 +23,16 @@ from topoep.objective import Objective, Time, check_objective
 from topoep.plan import MAX_TOKENS, Plan, PlanConfig, check_counts, make_plan
 from topoep.portfolio import SOLVERS, Candidate, choose_candidates
 from topoep.recompute import PlanHistory, Replay, in_backward
-from topoep.replicas import BufferPool, Lease, SlotBuffer, prefetch, release, replicate
+from topoep.replicas import (
+    BufferPool,
+    Lease,
+    SlotBuffer,
+    find_twin,
+    prefetch,
+    release,
+    replicate,
+    shapes_of,
+)
 from topoep.topology import Topology
 from topoep.transports import make_transport
 from topoep.transports.base import Weights
@@ -414,7 +423,7 @@ class Balancer:
         else:
             self._forget_unreleased(plan)
             lease = Lease(
-                self.transport, self._pool(per_rank), plan, per_rank, _twin(plan, per_rank)
+                self.transport, self._pool(per_rank), plan, per_rank, find_twin(plan, per_rank)
             )
             guests = replicate(lease, flat)
             plan.usage.current(in_backward()).leases.append(weakref.ref(lease))
@@ -628,7 +637,7 @@ class Balancer:
 
         if self.replica_policy == "keep":
             return BufferPool(make, 1)
-        key = _shapes(weights)
+        key = shapes_of(weights)
         if key not in self._pools:
             self._pools[key] = BufferPool(make, self.slot_buffers)
         return self._pools[key]
@@ -652,19 +661,6 @@ class Balancer:
             "candidates": _digest(packed),
             "replica_policy": REPLICA_POLICIES.index(replica_policy),
         }
-
-
-def _shapes(weights: Sequence[Weights]) -> object:
-    return tuple((t.shape[1:], t.dtype, t.device) for t in weights[0])
-
-
-def _twin(plan: Plan, weights: Sequence[Weights]) -> Lease | None:
-    """In a recomputation: the forward pass's lease of the same weights, where that is certain."""
-    if not in_backward() or plan.usage.replications != 1:
-        return None
-    shapes = _shapes(weights)
-    alike = [lease for lease in plan.usage.forward.alive() if _shapes(lease.weights) == shapes]
-    return alike[0] if len(alike) == 1 else None
 
 
 def _digest(value: object) -> int:

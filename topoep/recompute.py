@@ -11,10 +11,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from topoep.plan import Plan
 
@@ -42,6 +42,11 @@ class PlanHistory:
         Raises:
             RuntimeError: no plan, or several different ones, were made for these ids.
         """
+        # Selective checkpointing replays the ops of the forward pass and refuses others.
+        with _disable_current_modes():
+            return self._find(topk_ids)
+
+    def _find(self, topk_ids: tuple[Tensor, ...]) -> Plan:
         marked = self._marked() if self._marked is not None else None
         if marked is not None and _is_open(marked) and _same_ids(marked.topk_ids, topk_ids):
             return marked
@@ -62,21 +67,16 @@ class PlanHistory:
         return matches[0]
 
     def mark(self, y: Tensor, plan: Plan) -> Tensor:
-        """Identity whose backward says that this plan's layer is next."""
-        marked: Tensor = _Mark.apply(y, self, plan)
-        return marked
+        """The tensor itself; its backward says first that this plan's layer is next.
 
+        A hook, not an autograd function: that would return a view, on which FSDP2 cannot rely.
+        """
+        if y.requires_grad:
+            y.register_hook(lambda grad: self._set_marked(plan))
+        return y
 
-class _Mark(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, history: PlanHistory, plan: Plan) -> Tensor:
-        ctx.history, ctx.plan = history, plan
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.history._marked = weakref.ref(ctx.plan)
-        return grads[0], None, None
+    def _set_marked(self, plan: Plan) -> None:
+        self._marked = weakref.ref(plan)
 
 
 class Replay:

@@ -119,8 +119,14 @@ class Lease:
         self._fill = -1  # the fill that this lease's users see
 
     def _identity(self) -> object:
+        # The storage, not the address: FSDP frees a parameter's memory between forward and backward
+        # and gathers the same values into the same storage again, perhaps elsewhere.
         return tuple(
-            (t.data_ptr(), 0 if t.is_inference() else t._version)
+            (
+                t.untyped_storage()._cdata,
+                t.storage_offset(),
+                0 if t.is_inference() else t._version,
+            )
             for tensors in self.weights
             for t in tensors
         )
@@ -262,6 +268,20 @@ class _Prefetch(torch.autograd.Function):
         for lease in ctx.leases:
             lease.start_retake()
         return (None, *grads)
+
+
+def find_twin(plan: Plan, weights: Sequence[Weights]) -> Lease | None:
+    """In a recomputation: the forward pass's lease of the same weights, where that is certain."""
+    if not in_backward() or plan.usage.replications != 1:
+        return None
+    shapes = shapes_of(weights)
+    alike = [lease for lease in plan.usage.forward.alive() if shapes_of(lease.weights) == shapes]
+    return alike[0] if len(alike) == 1 else None
+
+
+def shapes_of(weights: Sequence[Weights]) -> object:
+    """What decides which slots weights fit into."""
+    return tuple((t.shape[1:], t.dtype, t.device) for t in weights[0])
 
 
 def replicate(lease: Lease, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -100,7 +100,7 @@ struct Summands {
 // sums[v] += the vectors first + v * stride of the source; all loads before the first sum.
 template <int kVectors, class Source>
 __device__ __forceinline__ void add_vectors(FloatVector (&sums)[kVectors], const Source* source,
-                                            int64_t first, int64_t stride) {
+                                            int first, int stride) {
     FloatVector loaded[kVectors];
     for (int v = 0; v < kVectors; ++v) {
         loaded[v] = load_vector(source + (first + v * stride) * kElementsPerVector);
@@ -114,7 +114,7 @@ __device__ __forceinline__ void add_vectors(FloatVector (&sums)[kVectors], const
 
 template <int kVectors, class Target, class First, class Slot>
 __device__ __forceinline__ void sum_vectors(Target* target, const Summands<First, Slot>& summands,
-                                            int64_t first, int64_t stride) {
+                                            int first, int stride) {
     FloatVector sums[kVectors];
     for (int v = 0; v < kVectors; ++v) {
         sums[v] = load_vector(summands.first + (first + v * stride) * kElementsPerVector);
@@ -133,11 +133,11 @@ __device__ __forceinline__ void sum_vectors(Target* target, const Summands<First
 // target[i] = the sum at i, for i < count. All threads of the block; `target` may be the first
 // summand. aligned: every address allows vectors.
 template <class Target, class First, class Slot>
-__device__ void sum_elements(Target* target, const Summands<First, Slot>& summands, int64_t count,
+__device__ void sum_elements(Target* target, const Summands<First, Slot>& summands, int count,
                              bool aligned) {
-    const int64_t num_threads = blockDim.x;
-    const int64_t num_vectors = aligned ? count / kElementsPerVector : 0;
-    int64_t i = threadIdx.x;
+    const int num_threads = static_cast<int>(blockDim.x);
+    const int num_vectors = aligned ? count / kElementsPerVector : 0;
+    int i = static_cast<int>(threadIdx.x);
     for (; i + (kVectorsInFlight - 1) * num_threads < num_vectors;
          i += kVectorsInFlight * num_threads) {
         sum_vectors<kVectorsInFlight>(target, summands, i, num_threads);
@@ -145,7 +145,8 @@ __device__ void sum_elements(Target* target, const Summands<First, Slot>& summan
     for (; i < num_vectors; i += num_threads) {
         sum_vectors<1>(target, summands, i, num_threads);
     }
-    for (int64_t e = num_vectors * kElementsPerVector + threadIdx.x; e < count; e += num_threads) {
+    for (int e = num_vectors * kElementsPerVector + static_cast<int>(threadIdx.x); e < count;
+         e += num_threads) {
         float sum = widen(summands.first[e]);
         for (int k = 0; k < summands.num_copies; ++k) {
             sum += widen(summands.copy(k)[e]);
@@ -316,7 +317,7 @@ __device__ bool send_partials(const ReduceArguments& arguments, const Network& n
             const Summands<Slot, Slot> summands{static_cast<const Slot*>(addresses[0]),
                                                 addresses + 1, chunk.num_holders - 1,
                                                 chunk.num_holders - 1};
-            sum_elements(target, summands, to - from, aligned);
+            sum_elements(target, summands, static_cast<int>(to - from), aligned);
             __syncthreads();
         });
         if (warp_index() == 0) {
@@ -460,7 +461,7 @@ __device__ bool sum_at_home(const ReduceArguments& arguments, Waiter& waiter, in
                             });
                         const Summands<Home, Slot> summands{target, addresses, counts.num_copies,
                                                             counts.num_all};
-                        sum_elements(target, summands, to - from, aligned);
+                        sum_elements(target, summands, static_cast<int>(to - from), aligned);
                         __syncthreads();
                     });
                 for (int k = counts.num_copies + thread; k < counts.num_all; k += num_threads) {

@@ -113,7 +113,7 @@ class FakeConnector:
         self.before, self.while_connecting = before, while_connecting
         self.planes: list[FakePlane] = []
 
-    def problem(self, topology: Topology, backend: str) -> str:
+    def problem(self, topology: Topology, over_group) -> str:
         return self.before
 
     def connect(self, topology, group):

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import topoep
 from tests.distributed.ranks import run_ranks
@@ -35,7 +37,7 @@ class Setup:
     layers: int = 1
     microbatches: int = 1
     in_flight: int = 99  # microbatches whose backward is still to come, at most
-    recompute: str = ""  # "": none, "layer" or "contexts"
+    recompute: str = ""  # "": none, "layer", "selective" or "contexts"
     frozen: bool = False
     seed: int = 0
     copies: list[int] = field(default_factory=list)
@@ -86,6 +88,18 @@ def run_model(layers, problem: Problem, x, weights, setup: Setup):
     for layer in layers:
         if setup.recompute == "layer":
             y = y + checkpoint(layer, y, problem.ids, weights, use_reentrant=False)
+        elif setup.recompute == "selective":
+            # Routed inside, so that the recomputation has ids of its own to compare.
+            y = y + checkpoint(
+                lambda y, ids, weights, layer=layer: layer(y, ids.clone(), weights),
+                y,
+                problem.ids,
+                weights,
+                use_reentrant=False,
+                context_fn=lambda: create_selective_checkpoint_contexts(
+                    [torch.ops.aten.mm.default]
+                ),
+            )
         elif setup.recompute == "contexts":
             y = y + checkpoint(
                 layer,
@@ -199,7 +213,7 @@ def test_microbatches_in_flight(policy):
     check(Setup([0, 0, 1, 1], 8, [24, 9, 0, 30], layers=2, microbatches=3, policy=policy))
 
 
-@pytest.mark.parametrize("recompute", ["layer", "contexts"])
+@pytest.mark.parametrize("recompute", ["layer", "selective", "contexts"])
 def test_checkpointed_layers(recompute):
     check(Setup([0, 0, 1, 1], 8, [24, 9, 17, 30], layers=3, recompute=recompute))
 
@@ -297,6 +311,32 @@ def test_evaluation_between_forward_and_backward():
     run_ranks(
         4, steps_between_evaluations, Setup([0, 0, 1, 1], 8, [20] * 4, layers=2, microbatches=2)
     )
+
+
+def step_with_fsdp(rank: int, setup: Setup) -> None:
+    """FSDP frees the gathered weights after forward and gathers them again for backward."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    group = mesh["ep"].get_group()
+    setup.seed = 10 * mesh["fsdp"].get_local_rank()
+    layers = build_layers(setup, mesh["ep"].get_local_rank(), group)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh["fsdp"], reshard_after_forward=True)
+    problem = problems_of(setup, mesh["ep"].get_local_rank())[0]
+    x = problem.x.clone().requires_grad_()
+    y = run_model(layers, problem, x, problem.weights, setup)
+    # Other memory is in the way when the weights come back.
+    kept = [torch.full_like(x, float("nan")) for _ in range(20)]
+    y.backward(problem.grad_y)
+    assert len(kept) == 20
+    # The dense layers have no gradients summed over FSDP's ranks: outputs and x.grad say enough.
+    outputs, grads = reference_results(setup, mesh["ep"].get_local_rank(), group)
+    torch.testing.assert_close(y.detach(), outputs[0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(x.grad, grads[0], rtol=1e-10, atol=1e-10)
+    assert all(p.grad.to_local().abs().sum() > 0 for p in layers[0].parameters())
+
+
+def test_weights_that_fsdp_frees_between_forward_and_backward():
+    run_ranks(4, step_with_fsdp, Setup([0, 1], 6, [30, 20], layers=2))
 
 
 def train(rank: int, setup: Setup, steps: int) -> bytes:

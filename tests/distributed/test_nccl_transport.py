@@ -26,7 +26,7 @@ from tests.distributed.test_transports import (
     random_grads,
     rank_weights,
 )
-from topoep.transports import nccl, plane
+from topoep.transports import C10dTransport, nccl, plane
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = [0, 0, 1, 1]
@@ -118,6 +118,28 @@ def share_and_move(rank: int) -> None:
 
 def test_shared_weights_keep_identity_and_a_move_is_noticed():
     run_ranks(4, share_and_move)
+
+
+def flat_parameters(rank: int, setup: Setup) -> None:
+    """What a wrapper keeps in one flat buffer stays there, and is copied for each transfer."""
+    connector = use(FakeConnector())
+    (layer,) = build_layers(setup, rank, dist.group.WORLD)
+    flat = torch.cat([p.detach().flatten() for p in layer.parameters()])
+    start = 0
+    for parameter in layer.parameters():
+        parameter.data = flat[start : start + parameter.numel()].view(parameter.shape)
+        start += parameter.numel()
+    addresses = [p.data_ptr() for p in layer.parameters()]
+    (problem,) = problems_of(setup, rank)
+    layer(problem.x, problem.ids, problem.weights).sum().backward()
+    assert [p.data_ptr() for p in layer.parameters()] == addresses
+    calls = connector.planes[0].calls
+    at = calls.index("replicate")
+    assert calls[at - 2 : at] == ["exchange", "exchange"]
+
+
+def test_parameters_in_a_flat_buffer_are_left_there():
+    run_ranks(4, flat_parameters, Setup(NODES, 8, [20] * 4, dtype=torch.float32))
 
 
 def share_other_shapes(rank: int) -> str:
@@ -380,6 +402,36 @@ def test_which_communicator(monkeypatch):
         nccl._use_comm_of_group()
 
 
+class Backends:
+    """What NcclConnector sees of a group."""
+
+    def __init__(self, config: str) -> None:
+        self.backend = config
+        self.backends = dict(pair.split(":") for pair in config.split(","))
+        self.moves_cuda = C10dTransport.moves_cuda.fget(self)
+
+
+@pytest.mark.parametrize(
+    ("config", "fits"),
+    [("cpu:gloo,cuda:nccl", True), ("cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)],
+)
+def test_groups_without_nccl_are_refused(monkeypatch, config, fits):
+    monkeypatch.setattr(nccl, "local_problem", lambda topology: "")
+    topology = topoep.Topology(node_of_rank=NODES)
+    problem = nccl.NcclConnector().problem(topology, Backends(config))
+    expected = f"the backend of the group is '{config}'; CUDA tensors need nccl"
+    assert problem == ("" if fits else expected)
+
+
+def backends_of_group(rank: int) -> dict[str, str]:
+    return C10dTransport(topoep.Topology(node_of_rank=[0]), dist.group.WORLD).backends
+
+
+def test_backends_of_a_real_group():
+    (backends,) = run_ranks(1, backends_of_group)
+    assert backends["cpu"] == "gloo"
+
+
 def ask_for_different(rank: int) -> str:
     return choose(rank, ["auto", "auto", "c10d", "auto"][rank], "", "", 0)[2]
 
@@ -410,7 +462,9 @@ def choose_for_real(rank: int, name: str) -> tuple:
 def test_this_machine_says_why_it_has_no_transport_nccl():
     for name, error in run_ranks(2, choose_for_real, "nccl"):
         assert name == ""
-        assert error.startswith("transport='nccl' cannot be used: topoep was built without")
+        assert re.match(
+            "transport='nccl' cannot be used: (topoep was built without|torch finds no GPU)", error
+        )
 
 
 def test_a_setting_that_does_not_fit_is_told_to_all_ranks():

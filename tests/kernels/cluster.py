@@ -26,7 +26,8 @@ UNIT = Path(__file__).with_name("data_plane_unit.cpp")
 SETTINGS = (
     "num_nodes ranks_per_node spare_slots experts_per_rank num_tensors workers senders pullers "
     "ring_slots staging_slots chunk_bytes tile_bytes slot_type home_type microbatches threads "
-    "exchange optimizer dropped_signal doubled_signal doubled_late slow_rank delay seed timeout"
+    "exchange optimizer dropped_signal doubled_signal doubled_late slow_rank delay seed timeout "
+    "alternate"
 ).split()
 MEMORY = (
     "table row_bytes elements slot_expert copy_offsets copy_slots rows counts lists windows "
@@ -75,6 +76,12 @@ class Cluster:
     dead_rank: int = -1
     delay: int = 60
     timeout: int = LONG
+    alternate: bool = False  # every second microbatch has only the first tensors
+
+    def num_tensors(self, microbatch: int) -> int:
+        """How many tensors (row_bytes, elements) a microbatch has."""
+        tensors = max(len(self.row_bytes), len(self.elements))
+        return (tensors + 1) // 2 if self.alternate and microbatch % 2 else tensors
 
 
 @dataclass(frozen=True)
@@ -307,7 +314,7 @@ def _compare(
             for slot, expert in enumerate(plan.slot_expert[rank].tolist()):
                 if expert < 0:
                     continue
-                for t, weights in enumerate(home):
+                for t, weights in enumerate(home[: cluster.num_tensors(m)]):
                     row = expert % plan.experts_per_rank
                     wanted = (weights[plan.home(expert), row]
                               + np.uint8(m if cluster.optimizer else 0))  # fmt: skip
@@ -315,9 +322,10 @@ def _compare(
                     if wanted.any():
                         check(f"tensor {t} in slot {slot} of rank {rank}, {m}", got, wanted)
         for t in range(len(home_grads)):
-            home_grads[t] = expected_home_grads(
-                plan, home_grads[t], per_tensor["grads"][t][m], cluster.bfloat16_home
-            )
+            if t < cluster.num_tensors(m):
+                home_grads[t] = expected_home_grads(
+                    plan, home_grads[t], per_tensor["grads"][t][m], cluster.bfloat16_home
+                )
             for rank in range(ranks):
                 got = per_tensor["seen_home"][t][m, rank]
                 check(f"gradients of tensor {t} on rank {rank}, {m}", got, home_grads[t][rank])
@@ -333,8 +341,11 @@ def _padded(sizes: Sequence[int], alignment: int) -> int:
 
 def expected_sent_bytes(cluster: Cluster, plans: Sequence[PlanTables]) -> int:
     """Over the network, all ranks together: each pair once, in each direction."""
-    pair_bytes = _padded(cluster.row_bytes, 16) + 4 * _padded(cluster.elements, 8)
-    total = sum(len(plan.pairs()) for plan in plans) * pair_bytes
+    total = 0
+    for m, plan in enumerate(plans):
+        tensors = cluster.num_tensors(m)
+        weights = _padded(cluster.row_bytes[:tensors], 16)
+        total += len(plan.pairs()) * (weights + 4 * _padded(cluster.elements[:tensors], 8))
     if cluster.exchange:
         ranks, nodes = cluster.topology.num_ranks, cluster.topology.num_nodes
         row = _padded([4 * ranks * cluster.experts_per_rank], 16)

@@ -22,7 +22,7 @@ struct Settings {
     Int num_nodes, ranks_per_node, spare_slots, experts_per_rank, num_tensors, workers, senders,
         pullers, ring_slots, staging_slots, chunk_bytes, tile_bytes, slot_type, home_type,
         microbatches, threads, exchange, optimizer, dropped_signal, doubled_signal, doubled_late,
-        slow_rank, delay, seed, timeout;
+        slow_rank, delay, seed, timeout, alternate;
 };
 struct Memory {
     const int32_t* table;
@@ -293,6 +293,10 @@ void run_rank(const World& world, int rank, int block, uint32_t* shared) {
         return load_relaxed(&static_cast<StateHeader*>(plane.state)->failed) == 0;
     };
     for (Int m = 0; m < settings.microbatches; ++m) {
+        // Layers of two shapes share the rings: every second microbatch has fewer tensors.
+        const int num_tensors =
+            static_cast<int>(settings.alternate != 0 && m % 2 == 1 ? (settings.num_tensors + 1) / 2
+                                                                   : settings.num_tensors);
         const PlanCopies copies{memory.slot_expert + m * config.num_spare(),
                                 memory.copy_offsets + m * (config.num_experts + 1),
                                 memory.copy_slots + m * config.num_spare()};
@@ -317,6 +321,7 @@ void run_rank(const World& world, int rank, int block, uint32_t* shared) {
         end_kernel();
         ReplicateArguments replicate = world.replicate[rank];
         replicate.copies = copies;
+        replicate.layout.num_tensors = num_tensors;
         replicate_block(replicate, world.roles, world.networks[rank], block, shared);
         if (!end_kernel()) {
             return;
@@ -327,7 +332,7 @@ void run_rank(const World& world, int rank, int block, uint32_t* shared) {
                      memory.spare[t] + rank * rows, rows, block, num_blocks);
             const Int elements = memory.elements[t];
             for (int slot = 0; slot < config.spare_slots; ++slot) {
-                if (copies.slot_expert[rank * config.spare_slots + slot] < 0) {
+                if (t >= num_tensors || copies.slot_expert[rank * config.spare_slots + slot] < 0) {
                     continue;
                 }
                 const Int at = (Int{rank} * config.spare_slots + slot) * elements * slot_bytes;
@@ -341,6 +346,7 @@ void run_rank(const World& world, int rank, int block, uint32_t* shared) {
         end_kernel();
         ReduceArguments reduce = world.reduce[rank];
         reduce.copies = copies;
+        reduce.layout.num_tensors = num_tensors;
         const auto run_reduce = [&](auto slot, auto home) {
             reduce_grads_across_block<decltype(slot), decltype(home)>(
                 reduce, world.roles, world.networks[rank], block, shared);

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import kernel_resources  # noqa: E402
+from toolchain import find_nccl  # noqa: E402
 
 CUDA_HOME = kernel_resources.find_cuda_home()
 pytestmark = pytest.mark.skipif(
@@ -33,11 +34,21 @@ def test_every_kernel_is_compiled_for_every_architecture(resources):
     }
     stages = {kernel.split("_kernel")[0] for kernel in kernels}
     expected = {"histogram", "solve", "split", "planner_slots", "reroute", "expand", "combine",
-                "combine_grad_rows", "combine_grad_weights", "pack", "reduce_grads"}  # fmt: skip
+                "combine_grad_rows", "combine_grad_weights", "pack", "reduce_grads", "stream_lists",
+                "exchange_counts", "replicate", "reduce_grads_across"}  # fmt: skip
     assert stages == expected
 
 
 def test_no_kernel_spills_or_needs_a_stack(resources):
+    assert [row for row in resources if row.spill_bytes or row.stack_bytes] == []
+
+
+@pytest.mark.skipif(find_nccl() is None, reason="no NCCL headers; set TOPOEP_NCCL_HOME")
+def test_the_data_plane_over_nccl_compiles_without_spills():
+    source = kernel_resources.CSRC / "comm" / "nccl_data_plane.cu"
+    text = kernel_resources.compile_file(CUDA_HOME, source, (find_nccl()[0],))
+    resources = kernel_resources.parse(text)
+    assert len(resources) == len(kernel_resources.ARCHS) * 6
     assert [row for row in resources if row.spill_bytes or row.stack_bytes] == []
 
 

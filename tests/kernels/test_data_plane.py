@@ -49,6 +49,7 @@ def random_case(seed: int, topologies: dict[str, Topology], **fixed):
         "threads": g.choice([32, 32, 64]),
         "exchange": g.random() < 0.5,
         "delay": g.choice([0, 20, 200, 1500]),
+        "alternate": seed % 3 == 0,
     }
     # Weights may change only where the exchange keeps ranks from running ahead.
     sizes["optimizer"] = sizes["exchange"]

@@ -102,7 +102,7 @@ def _best(
 ) -> Transport:
     """Transport ``nccl`` if all ranks can use it, else the fallback or an error."""
     # Once for what each rank knows by itself, and again after connecting.
-    problem = _gather(connector.problem(topology, fallback.backend), group)
+    problem = _gather(connector.problem(topology, fallback), group)
     if not problem:
         plane, problem = connector.connect(topology, group)
         problem = _gather(problem, group)
@@ -114,9 +114,8 @@ def _best(
     if name == "nccl":
         raise RuntimeError(f"transport='nccl' cannot be used: {problem}")
     if fallback.held == (0,):
-        gpus = "nccl" in fallback.backend
         _logger.log(
-            logging.WARNING if gpus else logging.INFO,
+            logging.WARNING if fallback.moves_cuda else logging.INFO,
             "transport 'auto' takes 'c10d' (%s) and not 'nccl': %s",
             fallback.backend,
             problem,

@@ -46,11 +46,21 @@ class C10dTransport(HostTransport):
             )
         self.group = group
         self.held = (rank,)
-        self.backend = str(dist.get_backend(group))
+        #: Backend by device type.
+        self.backends = dict(
+            pair.split(":") for pair in str(dist.get_backend_config(group)).split(",")
+        )
+        name = str(dist.get_backend(group))
+        self.backend = str(dist.get_backend_config(group)) if name == "undefined" else name
+
+    @property
+    def moves_cuda(self) -> bool:
+        """Whether CUDA tensors go over NCCL."""
+        return self.backends.get("cuda") == "nccl"
 
     def announce(self) -> None:
         """Says in the log what this transport costs on a GPU."""
-        if "nccl" in self.backend and self.held == (0,):
+        if self.moves_cuda and self.held == (0,):
             _logger.info(
                 "transport c10d (%s) reads the transfer list on the host: one wait for the GPU "
                 "per plan",
@@ -59,7 +69,7 @@ class C10dTransport(HostTransport):
 
     def gather_config(self, values: Tensor) -> Tensor:
         """See :meth:`Transport.gather_config`."""
-        if self.backend == "nccl":
+        if "cpu" not in self.backends:
             values = values.cuda()
         return self._all_gather(values).cpu()
 

@@ -78,11 +78,11 @@ def topology_problem(topology: Topology) -> str:
 class NcclConnector:
     """How make_transport finds out whether ``nccl`` can be used, and starts it."""
 
-    def problem(self, topology: Topology, backend: str) -> str:
+    def problem(self, topology: Topology, over_group: C10dTransport) -> str:
         """What this process knows to speak against it, without talking to others."""
         problem = local_problem(topology)
-        if not problem and "nccl" not in backend:
-            problem = f"the backend of the group is {backend!r}, which moves no CUDA tensors"
+        if not problem and not over_group.moves_cuda:
+            problem = f"the backend of the group is {over_group.backend!r}; CUDA tensors need nccl"
         return problem
 
     def connect(self, topology: Topology, group: dist.ProcessGroup) -> tuple[Plane | None, str]:

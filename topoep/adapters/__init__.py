@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thin adapters for training frameworks; each imports its framework only when it is turned on."""
