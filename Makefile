@@ -1,8 +1,8 @@
 # Everything on a fresh machine with Python 3.10+ and a C++17 compiler:
 #   make demo    set up, build, and train a small MoE model with and without TopoEP
 #   make test    set up, build, and run all tests
-# Also: make example-transformers, make example-torchtitan, make test-frameworks,
-#       make test-slow, make fuzz, make lint, make bench, make clean.
+# Also: make example-transformers, make example-torchtitan, make example-megatron,
+#       make test-frameworks, make test-slow, make fuzz, make lint, make bench, make clean.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,8 +19,8 @@ TOOLS := numpy setuptools wheel ninja cmake pytest hypothesis scipy rich matplot
 # What a build depends on; Python files are used in place.
 SOURCES := setup.py pyproject.toml tools/toolchain.py $(shell find csrc -type f)
 
-.PHONY: demo test test-slow test-frameworks example-transformers example-torchtitan fuzz lint format \
-        bench bench-adapters clean
+.PHONY: demo test test-slow test-frameworks example-transformers example-torchtitan \
+        example-megatron fuzz lint format bench bench-adapters clean
 .DELETE_ON_ERROR:
 
 $(VENV)/tools.stamp: Makefile
@@ -69,6 +69,9 @@ example-transformers: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
 
 example-torchtitan: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
 	$(RUN_FRAMEWORKS) examples/frameworks/train_torchtitan.py
+
+example-megatron: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
+	$(RUN_FRAMEWORKS) examples/frameworks/train_megatron.py
 
 bench-adapters: $(VENV)/build.stamp $(FRAMEWORKS)/frameworks.stamp
 	$(RUN_FRAMEWORKS) benchmarks/bench_adapters.py

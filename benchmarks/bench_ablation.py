@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import loads
 import numpy as np
 import torch
 from baselines.grid import KINDS, SKEWS, nodes_of
@@ -30,6 +29,7 @@ from common import RESULTS, machine
 import topoep
 from topoep import Balance, Candidate
 from topoep.portfolio import default_candidates
+from topoep.simulator import workloads as loads
 
 Row = dict[str, Any]
 

@@ -100,9 +100,48 @@ def torchtitan_layer(adapted: bool) -> torch.nn.Module:
     return layer
 
 
+def megatron_layer(dispatcher: str) -> Builder:
+    def build(adapted: bool) -> torch.nn.Module:
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        from examples.frameworks.megatron_on_cpu import use_cpu
+        from topoep.adapters.megatron import enable
+
+        if not parallel_state.model_parallel_is_initialized():
+            use_cpu()
+            parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=HIDDEN,
+            num_attention_heads=4,
+            num_moe_experts=EXPERTS,
+            moe_router_topk=TOP_K,
+            moe_ffn_hidden_size=WIDTH,
+            moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type=dispatcher,
+            expert_model_parallel_size=RANKS,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            add_bias_linear=False,
+            bias_activation_fusion=False,
+            use_cpu_initialization=True,
+        )
+        spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
+        layer = spec(config=config, layer_number=1)
+        if adapted:
+            enable(layer, **OPTIONS)
+        return layer
+
+    return build
+
+
 LAYERS: dict[str, Builder] = {
     "transformers": transformers_layer,
     "torchtitan": torchtitan_layer,
+    "megatron alltoall": megatron_layer("alltoall"),
+    "megatron allgather": megatron_layer("allgather"),
 }
 
 

@@ -16,10 +16,11 @@ import itertools
 import sys
 from pathlib import Path
 
-import loads
 import torch
 from baselines.grid import KINDS, SKEWS
 from common import parse_arguments, report
+
+from topoep.simulator import workloads as loads
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

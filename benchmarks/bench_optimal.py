@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import loads
 import local_search
 import numpy as np
 import optimal
@@ -35,6 +34,7 @@ from common import RESULTS, machine
 
 import topoep
 from topoep.objective import Objective
+from topoep.simulator import workloads as loads
 
 Row = dict[str, Any]
 

@@ -35,11 +35,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import loads
 import numpy as np
 import torch
 from baselines import BASELINES
-from baselines.base import Baseline, IntArray
 from baselines.grid import KINDS, SLOTS, WINDOW, Load, full_grid, nodes_of, quick_grid, trace_load
 from baselines.plots import plot_sequences, plot_tradeoff
 from baselines.score import Score, least_max_load, quota_of_plan, score
@@ -49,6 +47,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import topoep
 from topoep.plan import MAX_SPARE_SLOTS
+from topoep.simulator import workloads as loads
+from topoep.simulator.planners.base import Baseline, IntArray
 
 Row = dict[str, Any]
 Tick = Callable[[], None]

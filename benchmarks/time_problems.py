@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import loads
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,6 +14,7 @@ from baselines.grid import nodes_of
 
 from topoep import Candidate, CostModel, Time, ops
 from topoep.portfolio import EMPTY_PLAN
+from topoep.simulator import workloads as loads
 
 Ints = npt.NDArray[np.int64]
 

@@ -23,7 +23,8 @@ import torch
 from hypothesis import strategies as st
 
 from topoep import Balance, Candidate, CostModel, Even, Plan, Time, Topology
-from topoep.cost_model import HARDWARE, MAX_COST, MAX_INTERFERENCE
+from topoep.cost_model import MAX_COST, MAX_INTERFERENCE
+from topoep.hardware import HARDWARE
 from topoep.objective import Objective
 
 Matrix = npt.NDArray[np.floating]

@@ -19,10 +19,12 @@ from tests.strategies import Case, examples
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-import loads
-from baselines import BASELINES, echo, eplb, llep, moonep, no_balancing, taot, two_stage, ultraep
-from baselines.base import Baseline, home_quota
+from baselines import BASELINES, moonep, taot, two_stage
 from baselines.score import least_max_load, quota_of_plan, score
+
+from topoep.simulator import workloads as loads
+from topoep.simulator.planners import echo, eplb, llep, no_balancing, ultraep
+from topoep.simulator.planners.base import Baseline, home_quota
 
 # Two nodes of two ranks with two experts each. Rank loads 200, 140, 20 and 40, the mean is 100.
 TOTALS = [150, 50, 70, 70, 20, 0, 40, 0]
@@ -408,12 +410,6 @@ def test_concentrated_load():
     share = counts[..., :4].sum() / counts.sum()
     assert share == pytest.approx(0.8, abs=0.01)
     assert (counts.sum(2) == loads.TOKENS * 2).all()
-
-
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path):
-    np.savez(tmp_path / "trace.npz", counts=np.zeros((1, 1, 4, 8), dtype=np.int32))
-    with pytest.raises(ValueError, match="no trace of format 1"):
-        loads.recorded(tmp_path / "trace.npz")
 
 
 def test_no_baseline_is_worth_more_than_topoep_on_the_worked_example():

@@ -15,8 +15,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import bench_quality
-import loads
 from baselines.grid import KINDS, full_grid, quick_grid
+
+from topoep.simulator import workloads as loads
 
 BENCHMARKS = Path(bench_quality.__file__).parent
 

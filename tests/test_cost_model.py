@@ -18,7 +18,8 @@ import topoep
 from tests import strategies
 from tests.strategies import Case, examples
 from topoep import Candidate, CostModel, Hardware, Time, Topology, ops
-from topoep.cost_model import HARDWARE, MAX_COST, MAX_INTERFERENCE
+from topoep.cost_model import MAX_COST, MAX_INTERFERENCE
+from topoep.hardware import HARDWARE
 from topoep.portfolio import EMPTY_PLAN
 
 # Round numbers: 0.5 TFLOP/s, 86 GB/s of memory, 1 GB/s links and NICs, 2 NICs for 4 ranks.
@@ -81,7 +82,7 @@ def test_presets_are_those_of_the_page() -> None:
     page = (Path(__file__).parents[1] / "docs" / "cost-model.md").read_text()
     number = r"\s*(\d+(?:\.\d+)?)"
     row = (
-        rf"\|\s*(\w+)\s*\|{number} TF\s*\|{number}\s*\|{number}\s*\|{number}[^|]*\|{number} x (\d)"
+        rf"\|\s*(\w+)\s*\|{number} TF\s*\|{number}\s*\|{number}\s*\|{number}[^|]*\|{number} x (\d+)"
     )
     listed = {}
     for name, *numbers in re.findall(row, page):

@@ -20,10 +20,11 @@ from tests.strategies import examples
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import bench_optimal
-import loads
 import local_search
 import optimal
 from baselines.score import cross_tokens, quota_of_plan
+
+from topoep.simulator import workloads as loads
 
 # Two nodes of two ranks with two experts each. Rank loads 200, 140, 20 and 40, the mean is 100.
 TOTALS = np.array([[150, 50, 70, 70, 20, 0, 40, 0]], dtype=np.int32)

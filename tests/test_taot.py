@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import loads
 from baselines import taot
 
 import topoep
@@ -24,6 +23,7 @@ from tests.strategies import Case, examples
 from topoep import Balance, Balancer, Candidate, CostModel, Even, Plan, Time, Topology
 from topoep.objective import Objective
 from topoep.portfolio import EMPTY_PLAN, transport_candidates
+from topoep.simulator import workloads as loads
 
 TABLES = ("slot_expert", "slot_source", "slot_tokens", "copy_offsets", "copy_slots", "_stats")
 

@@ -16,7 +16,7 @@ import topoep
 from tests import strategies
 from tests.strategies import Case, examples
 from topoep import Candidate, CostModel, Even, Plan, Time, Topology
-from topoep.cost_model import HARDWARE
+from topoep.hardware import HARDWARE
 from topoep.portfolio import GENERAL
 
 # (hidden, intermediate) of experts, from small to very large ones.

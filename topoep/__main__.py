@@ -4,25 +4,51 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
+
+from topoep.commands import advise, simulate, trace
+from topoep.commands.arguments import CommandError
 
 
-def main() -> None:
-    """Runs one command."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: of the command line; those of this process if None.
+
+    Returns:
+        The exit code.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m topoep",
         description="Topology-aware load balancing for expert-parallel MoE training.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
+    doctor = commands.add_parser(
         "doctor",
         help="what was built, what this machine has, and what to do about missing parts",
     )
-    arguments = parser.parse_args()
-    if arguments.command == "doctor":
-        from topoep.doctor import report
+    doctor.set_defaults(run=_doctor)
+    trace.add_parser(commands)
+    simulate.add_parser(commands)
+    advise.add_parser(commands)
+    given = parser.parse_args(arguments)
+    try:
+        given.run(given)
+    except (CommandError, OSError, TypeError, ValueError) as error:
+        print(f"topoep {given.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130  # what a shell expects after an interrupt
+    return 0
 
-        print(report())
+
+def _doctor(given: argparse.Namespace) -> None:
+    from topoep.doctor import report
+
+    print(report())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

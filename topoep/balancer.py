@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from topoep import ops
 from topoep._version import __version__
@@ -21,7 +23,16 @@ from topoep.objective import Objective, Time, check_objective
 from topoep.plan import MAX_TOKENS, Plan, PlanConfig, check_counts, make_plan
 from topoep.portfolio import SOLVERS, Candidate, choose_candidates
 from topoep.recompute import PlanHistory, Replay, in_backward
-from topoep.replicas import BufferPool, Lease, SlotBuffer, prefetch, release, replicate
+from topoep.replicas import (
+    BufferPool,
+    Lease,
+    SlotBuffer,
+    find_twin,
+    prefetch,
+    release,
+    replicate,
+    shapes_of,
+)
 from topoep.topology import Topology
 from topoep.transports import make_transport
 from topoep.transports.base import Weights
@@ -55,6 +66,9 @@ _PLAIN_FIELDS = ("num_experts", "spare_slots", "slot_buffers", "comm_sms")
 #: one entry per simulated rank, otherwise the entry itself.
 TensorOrList = Tensor | list[Tensor]
 WeightsOrList = Weights | list[Weights]
+
+#: Told about every plan that is made: the layer given to ``plan``, and the counts.
+PlanObserver = Callable[[object | None, Tensor], None]
 
 
 class PendingReplicas:
@@ -167,6 +181,7 @@ class Balancer:
         )
         self._replay = Replay()
         self._num_plans = 0
+        self._observers: OrderedDict[int, PlanObserver] = OrderedDict()
         # What replicate handed out, by plan and whether in a recomputation, until its release.
         self._unreleased: dict[tuple[int, bool], list[Tensor]] = {}
 
@@ -247,7 +262,25 @@ class Balancer:
         plan = self._make_plan(counts, invalid, ids)
         history.add(plan)
         self._replay.record(plan)
+        for observer in tuple(self._observers.values()):
+            observer(layer, counts)
         return plan
+
+    def on_plan(self, observer: PlanObserver) -> RemovableHandle:
+        """Calls ``observer(layer, counts)`` after every plan that :meth:`plan` makes.
+
+        Plans that a recomputation finds again are not made, and not announced.
+
+        Args:
+            observer: gets the argument ``layer`` of :meth:`plan` and the counts, int32 ``[R, E]``
+                on the device of the ids.
+
+        Returns:
+            A handle whose ``remove()`` ends it.
+        """
+        handle = RemovableHandle(self._observers)
+        self._observers[handle.id] = observer
+        return handle
 
     def plan_from_counts(self, counts: Tensor) -> Plan:
         """Makes the plan from counts that all ranks know already; no communication.
@@ -390,7 +423,7 @@ class Balancer:
         else:
             self._forget_unreleased(plan)
             lease = Lease(
-                self.transport, self._pool(per_rank), plan, per_rank, _twin(plan, per_rank)
+                self.transport, self._pool(per_rank), plan, per_rank, find_twin(plan, per_rank)
             )
             guests = replicate(lease, flat)
             plan.usage.current(in_backward()).leases.append(weakref.ref(lease))
@@ -604,7 +637,7 @@ class Balancer:
 
         if self.replica_policy == "keep":
             return BufferPool(make, 1)
-        key = _shapes(weights)
+        key = shapes_of(weights)
         if key not in self._pools:
             self._pools[key] = BufferPool(make, self.slot_buffers)
         return self._pools[key]
@@ -628,19 +661,6 @@ class Balancer:
             "candidates": _digest(packed),
             "replica_policy": REPLICA_POLICIES.index(replica_policy),
         }
-
-
-def _shapes(weights: Sequence[Weights]) -> object:
-    return tuple((t.shape[1:], t.dtype, t.device) for t in weights[0])
-
-
-def _twin(plan: Plan, weights: Sequence[Weights]) -> Lease | None:
-    """In a recomputation: the forward pass's lease of the same weights, where that is certain."""
-    if not in_backward() or plan.usage.replications != 1:
-        return None
-    shapes = _shapes(weights)
-    alike = [lease for lease in plan.usage.forward.alive() if _shapes(lease.weights) == shapes]
-    return alike[0] if len(alike) == 1 else None
 
 
 def _digest(value: object) -> int:

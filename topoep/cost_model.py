@@ -8,86 +8,17 @@ predictions.
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 from topoep.checks import check_int, check_number, check_type
+from topoep.expert_costs import ExpertCosts
+from topoep.hardware import Hardware, find_hardware
 
 MAX_COST = 2**29  # kMaxCost in csrc/core/limits.h
 MAX_INTERFERENCE = 1000  # kMaxInterference
-_SIZE_OF = {"bfloat16": 2, "float16": 2, "float32": 4, "float8": 1}
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """One kind of GPU in its node.
-
-    Args:
-        name: for messages.
-        flops: dense bf16 FLOP/s, peak.
-        efficiency: share of it that grouped GEMMs reach on many rows.
-        memory_bandwidth: bytes/s that memory-bound kernels reach.
-        link_bandwidth: bytes/s of a rank in its node, one direction, as collectives reach it.
-        nic_bandwidth: bytes/s of one NIC, one direction, as collectives reach it.
-        nics_per_node: NICs that share a node's network traffic.
-        ranks_per_node: GPUs of a node.
-        grad_bandwidth: bytes/s at which a rank pulls gradients inside its node.
-
-    Raises:
-        TypeError: a field is no number, or one that counts is no int.
-        ValueError: a field is not positive and finite, or the efficiency is above 1.
-    """
-
-    name: str
-    flops: float
-    efficiency: float
-    memory_bandwidth: float
-    link_bandwidth: float
-    nic_bandwidth: float
-    nics_per_node: int
-    ranks_per_node: int
-    grad_bandwidth: float
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.name == "name":
-                continue
-            name, value = f"Hardware.{field.name}", getattr(self, field.name)
-            if check_number(value, name, 1.0 if field.name == "efficiency" else math.inf) == 0:
-                raise ValueError(f"{name} is {value!r}; expected a positive number")
-        check_int(self.nics_per_node, "Hardware.nics_per_node")
-        check_int(self.ranks_per_node, "Hardware.ranks_per_node")
-
-
-def _preset(name: str, flops: float, efficiency: float, memory: float, link: float) -> Hardware:
-    return Hardware(
-        name,
-        flops=flops * 1e12,
-        efficiency=efficiency,
-        memory_bandwidth=0.75 * memory * 1e12,
-        link_bandwidth=link * 1e9,
-        nic_bandwidth=43.5e9,
-        nics_per_node=8,
-        ranks_per_node=8,
-        grad_bandwidth=min(link, 170.0) * 1e9,
-    )
-
-
-#: Presets by name. Peak FLOP/s and memory bandwidth are from data sheets; the bandwidths of links
-#: are what published all-to-alls and weight transfers reach (docs/cost-model.md).
-HARDWARE = {
-    hardware.name: hardware
-    for hardware in (
-        _preset("A100", 312, 0.62, 2.04, 240),
-        _preset("H800", 989, 0.62, 3.35, 155),
-        _preset("H100", 989, 0.62, 3.35, 320),
-        _preset("H200", 989, 0.62, 4.8, 320),
-        _preset("B200", 2250, 0.50, 8.0, 680),
-        dataclasses.replace(
-            _preset("GB200", 2500, 0.50, 8.0, 680), nics_per_node=4, ranks_per_node=4
-        ),
-    )
-}
+# A dispatcher that sends a token once per node: a routed pair less across nodes saves this much of
+# a row (docs/cost-model.md).
+DEDUP_ROW_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -155,6 +86,7 @@ class CostModel:
         dedup: bool = True,
         overlap: float = 0.8,
         hide_grads_us: float = 500.0,
+        gemm_dtype: str = "bfloat16",
     ) -> CostModel:
         """The constants for SwiGLU experts of this shape on this hardware.
 
@@ -168,62 +100,40 @@ class CostModel:
                 nodes often saves nothing (about a quarter of a row on average).
             overlap: share of the compute of home experts and of dispatch that can hide transfers.
             hide_grads_us: what else in backward hides the gradients' way home.
+            gemm_dtype: in which the experts compute.
 
         Raises:
             TypeError: an argument is of another type.
             ValueError: an unknown preset or dtype, a size that is not positive, an overlap that is
                 not a share, a negative time, or a cost above ``MAX_COST``.
         """
-        if isinstance(hardware, str):
-            if hardware not in HARDWARE:
-                raise ValueError(
-                    f"hardware {hardware!r}; presets are {', '.join(HARDWARE)}, anything else "
-                    "takes a topoep.Hardware"
-                )
-            hardware = HARDWARE[hardware]
-        check_type(hardware, Hardware, "hardware")
-        if dtype not in _SIZE_OF:
-            raise ValueError(f"dtype {dtype!r}; expected one of {', '.join(_SIZE_OF)}")
-        if check_int(hidden, "hidden") < 1 or check_int(intermediate, "intermediate") < 1:
-            raise ValueError(f"hidden={hidden}, intermediate={intermediate}; both must be positive")
+        kind = find_hardware(hardware)
         check_type(sharded, bool, "sharded")
         check_type(dedup, bool, "dedup")
         check_number(overlap, "overlap", 1.0)
         check_number(hide_grads_us, "hide_grads_us", unit="microseconds")
-        size = _SIZE_OF[dtype]
-        weights = 3 * hidden * intermediate
-        weight_bytes = weights * size
-        # GEMMs: 6 D I FLOP a row forward, twice that backward; permute, SwiGLU and unpermute move
-        # 8 D + 6 I bytes a row forward and 2.2 times that backward.
-        gemm = 2 * weights / (hardware.flops * hardware.efficiency)
-        memory = (8 * hidden + 6 * intermediate) / hardware.memory_bandwidth
-        forward, both = gemm + memory, 3 * gemm + 3.2 * memory
-        # An instance costs its GEMMs' half-filled tiles (96 rows, forward and backward) and half of
-        # the read-modify-write of its fp32 gradients, the rest of which hides.
-        instance = 3 * 96 * gemm + 0.5 * 8 * weights / hardware.memory_bandwidth
-        nics = hardware.nics_per_node if sharded else 1
-        row_share = 0.25 if dedup else 1.0
-        grads = 4 * weights
+        costs = ExpertCosts.of(hidden, intermediate, dtype, kind, sharded, gemm_dtype)
+        row_share = DEDUP_ROW_SHARE if dedup else 1.0
 
         def ns(seconds: float) -> int:
             return max(1, round(seconds * 1e9))  # no part of a layer is free
 
         return cls(
-            token=ns(both),
-            instance=ns(instance),
-            copy=ns(weight_bytes / hardware.link_bandwidth),
-            cross_copy=ns(weight_bytes / (nics * hardware.nic_bandwidth)),
-            grad=ns(grads / hardware.grad_bandwidth),
-            cross_grad=ns(grads / (nics * hardware.nic_bandwidth)),
+            token=ns(costs.row_forward + costs.row_backward),
+            instance=ns(costs.group_forward + costs.group_backward),
+            copy=ns(costs.copy),
+            cross_copy=ns(costs.cross_copy),
+            grad=ns(costs.grad),
+            cross_grad=ns(costs.cross_grad),
             network_row=ns(
                 row_share
                 * 2
                 * hidden
-                * hardware.ranks_per_node
-                / (hardware.nics_per_node * hardware.nic_bandwidth)
+                * kind.ranks_per_node
+                / (kind.nics_per_node * kind.nic_bandwidth)
             ),
-            hide_forward=round(overlap * forward * 1e9),
-            hide_backward=round(overlap * (both - forward) * 1e9),
+            hide_forward=round(overlap * costs.row_forward * 1e9),
+            hide_backward=round(overlap * costs.row_backward * 1e9),
             hide_grads=round(hide_grads_us * 1e3),
             sharded=sharded,
         )

@@ -270,6 +270,20 @@ class _Prefetch(torch.autograd.Function):
         return (None, *grads)
 
 
+def find_twin(plan: Plan, weights: Sequence[Weights]) -> Lease | None:
+    """In a recomputation: the forward pass's lease of the same weights, where that is certain."""
+    if not in_backward() or plan.usage.replications != 1:
+        return None
+    shapes = shapes_of(weights)
+    alike = [lease for lease in plan.usage.forward.alive() if shapes_of(lease.weights) == shapes]
+    return alike[0] if len(alike) == 1 else None
+
+
+def shapes_of(weights: Sequence[Weights]) -> object:
+    """What decides which slots weights fit into."""
+    return tuple((t.shape[1:], t.dtype, t.device) for t in weights[0])
+
+
 def replicate(lease: Lease, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The leased slots as tensors, through which gradients flow back to the home weights.
 

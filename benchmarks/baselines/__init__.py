@@ -6,8 +6,9 @@ rule comes from and what of it is certain. What is compared is the plan; how the
 and tokens is not part of this.
 """
 
-from baselines import echo, eplb, llep, moonep, no_balancing, taot, two_stage, ultraep
-from baselines.base import Baseline
+from baselines import moonep, taot, two_stage
+from topoep.simulator.planners import echo, eplb, llep, no_balancing, ultraep
+from topoep.simulator.planners.base import Baseline
 
 BASELINES = (
     Baseline("no balancing", no_balancing.plan),

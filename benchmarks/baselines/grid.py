@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import loads
 import numpy as np
 
-from baselines.base import IntArray
-from topoep import Topology
+from topoep import Topology, Trace
+from topoep.simulator import workloads as loads
+from topoep.simulator.planners.base import IntArray
 
 Instance = tuple[loads.Counts, IntArray]  # counts and history, both [R, E]
 
@@ -88,7 +88,7 @@ def quick_grid() -> list[Load]:
 
 def trace_load(path: Path) -> Load:
     """All layers of a recorded training run, every step from the middle on or after WINDOW."""
-    trace = loads.recorded(path)
+    trace = Trace.load(path)
     steps, layers, _, experts = trace.counts.shape
 
     def instances(seed: int) -> Iterator[Instance]:

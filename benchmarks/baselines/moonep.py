@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from baselines.base import IntArray, Quota, home_quota, move
 from topoep import Topology
+from topoep.simulator.planners.base import IntArray, Quota, home_quota, move
 
 
 def plan(
     counts: IntArray, topology: Topology, spare_slots: int, history: IntArray | None = None
 ) -> Quota:
-    """See :class:`baselines.base.Planner`."""
+    """See :class:`topoep.simulator.planners.base.Planner`."""
     ranks, experts = counts.shape
     home_slots = experts // ranks
     total = counts.sum(0, dtype=np.int64)

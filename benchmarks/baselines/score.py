@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baselines.base import IntArray, Quota, home_of, node_of
 from topoep import Plan, Topology
+from topoep.simulator.planners.base import IntArray, Quota, home_of, node_of
 
 CROSS_WEIGHT = 3
 

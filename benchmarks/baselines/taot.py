@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from baselines.base import IntArray, Quota, home_of, home_quota, node_of
 from topoep import Topology
+from topoep.simulator.planners.base import IntArray, Quota, home_of, home_quota, node_of
 
 Floats = npt.NDArray[np.float32]
 
@@ -25,7 +25,7 @@ _TINY = np.float32(1e-8)
 def plan(
     counts: IntArray, topology: Topology, spare_slots: int, history: IntArray | None = None
 ) -> Quota:
-    """See :class:`baselines.base.Planner`."""
+    """See :class:`topoep.simulator.planners.base.Planner`."""
     ranks, experts = counts.shape
     node, home = node_of(topology), home_of(experts, ranks)
     total = counts.sum(0).astype(np.float32).reshape(ranks, -1)

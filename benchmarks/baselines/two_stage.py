@@ -17,23 +17,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from baselines.base import IntArray, Quota, home_of, home_quota, node_of
 from topoep import Topology
+from topoep.simulator.planners.base import IntArray, Quota, home_of, home_quota, node_of
 
 FFN_WIDTH = 2048
 
 
 def plan(
-    counts: IntArray, topology: Topology, spare_slots: int, history: IntArray | None = None
+    counts: IntArray,
+    topology: Topology,
+    spare_slots: int,
+    history: IntArray | None = None,
+    ffn_width: int = FFN_WIDTH,
 ) -> Quota:
-    """See :class:`baselines.base.Planner`."""
+    """See :class:`topoep.simulator.planners.base.Planner`."""
     ranks, experts = counts.shape
     node, home = node_of(topology), home_of(experts, ranks)
     quota = home_quota(counts)
     holds = np.zeros((ranks, experts), dtype=bool)
     holds[home, np.arange(experts)] = True
     used = np.zeros(ranks, dtype=np.int64)
-    _copy_for_traffic(counts, node, home, spare_slots, quota, holds, used)
+    _copy_for_traffic(counts, node, home, spare_slots, 3 * ffn_width, quota, holds, used)
     for number in range(topology.num_nodes):
         _balance_inside(np.flatnonzero(node == number), spare_slots, quota, holds, used)
     return quota
@@ -44,13 +48,14 @@ def _copy_for_traffic(
     node: IntArray,
     home: IntArray,
     spare_slots: int,
+    copy_rows: int,
     quota: Quota,
     holds: IntArray,
     used: IntArray,
 ) -> None:
     from_node = np.zeros((node.max() + 1, counts.shape[1]), dtype=np.int64)
     np.add.at(from_node, node, counts)
-    benefit = 2 * from_node - 3 * FFN_WIDTH
+    benefit = 2 * from_node - copy_rows
     benefit[node[home], np.arange(counts.shape[1])] = 0
     for index in np.argsort(-benefit, axis=None, kind="stable"):
         number, expert = np.unravel_index(index, benefit.shape)

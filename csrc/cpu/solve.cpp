@@ -210,7 +210,23 @@ void split_cpu(const Shape& shape, const TopologyView& topology, const int32_t* 
     const SlotsView slots{experts.data(), tokens.data()};
     std::vector<int32_t> memory(expert_split_bytes(shape.num_ranks) / sizeof(int32_t) + 1);
     const ExpertSplit work = bind_expert_split(shape.num_ranks, memory.data());
+    // Without a copy everything goes home; that is most experts, and a copy of rows.
+    const int home_slots = shape.experts_per_rank();
+    const int width = home_slots + shape.spare_slots;
+    for (int64_t i = 0; i < int64_t{shape.num_ranks} * shape.num_ranks; ++i) {
+        std::copy_n(counts + i * home_slots, home_slots, split + i * width);
+    }
+    std::vector<char> copied(shape.num_experts, 0);
+    for (const uint16_t expert : experts) {
+        if (expert != kNoExpert) {
+            const int home = topology.rank_at[expert / home_slots];
+            copied[home * home_slots + expert % home_slots] = 1;
+        }
+    }
     for (int e = 0; e < shape.num_experts; ++e) {
+        if (!copied[e]) {
+            continue;
+        }
         load_expert(SerialTeam{}, shape, topology, counts, slots, e, work);
         split_expert(SerialTeam{}, shape, topology, work, FullSplit{shape, topology, split});
     }

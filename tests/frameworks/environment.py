@@ -16,7 +16,7 @@ REQUIRED = os.environ.get("TOPOEP_TEST_FRAMEWORKS") == "1"
 
 def require(package: str) -> ModuleType:
     """The package, imported once before ranks are forked; skips the module where it is absent."""
-    if not REQUIRED and importlib.util.find_spec(package) is None:
+    if not REQUIRED and importlib.util.find_spec(package.partition(".")[0]) is None:
         pytest.skip(
             f"{package} is not installed; run make test-frameworks", allow_module_level=True
         )

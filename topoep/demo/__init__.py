@@ -15,20 +15,8 @@ Run ``python -m topoep.demo``, or ``torchrun --nproc-per-node 8 -m topoep.demo``
 
 ``trace.npz``
     What the routers of the TopoEP run did, from which every plan can be made again with
-    :func:`topoep.solve`. Read it with ``numpy.load(path)``; nothing in it is pickled.
-
-    ================  ===================================  ========================================
-    ``format``        int32 ``[]``                         1, the version of this layout
-    ``counts``        int32 ``[steps, layers, R, E]``      tokens that source rank r routes to
-                                                           expert e, whose home is rank
-                                                           ``e // (E / R)``
-    ``node_of_rank``  int32 ``[R]``                        the node of each rank
-    ``top_k``         int32 ``[]``                         experts per token
-    ``meta``          string ``[]``                        JSON: ``text``, ``spare_slots``,
-                                                           ``bytes_per_expert``, and every setting
-                                                           of :class:`DemoConfig`, sizes and seed
-                                                           among them
-    ================  ===================================  ========================================
+    :func:`topoep.solve`: the layout of :mod:`topoep.trace`. ``meta`` holds ``text``,
+    ``bytes_per_expert``, and every setting of :class:`DemoConfig`, sizes and seed among them.
 """
 
 from topoep.demo.config import DemoConfig

@@ -15,6 +15,7 @@ from topoep._version import __version__
 from topoep.demo.launch import DemoResult
 from topoep.demo.summary import summarize
 from topoep.demo.training import RunResult
+from topoep.trace import Trace
 
 FORMAT = 1
 
@@ -55,11 +56,5 @@ def write_trace(result: DemoResult, path: Path) -> None:
         "bytes_per_expert": config.bytes_per_expert,
         **config.to_json(),
     }
-    np.savez_compressed(
-        path,
-        format=np.int32(FORMAT),
-        counts=result.balanced.counts,
-        node_of_rank=np.array(config.topology.node_of_rank, dtype=np.int32),
-        top_k=np.int32(config.top_k),
-        meta=np.str_(json.dumps(meta)),
-    )
+    counts = result.balanced.counts
+    Trace(counts, config.topology.node_of_rank, config.top_k, meta=meta).save(path)

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from baselines.base import IntArray, Quota, home_quota
-from topoep import Topology
+from topoep.simulator.planners.base import IntArray, Quota, home_quota
+from topoep.topology import Topology
 
 
 def plan(
     counts: IntArray, topology: Topology, spare_slots: int, history: IntArray | None = None
 ) -> Quota:
-    """No copies; see :class:`baselines.base.Planner`."""
+    """No copies; see :class:`topoep.simulator.planners.base.Planner`."""
     return home_quota(counts)

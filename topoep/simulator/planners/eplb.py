@@ -21,8 +21,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from baselines.base import IntArray, Quota
-from topoep import Topology
+from topoep.simulator.planners.base import IntArray, Quota
+from topoep.topology import Topology
 
 Floats = npt.NDArray[np.float64]
 
@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 def plan_global(
     counts: IntArray, topology: Topology, spare_slots: int, history: IntArray | None = None
 ) -> Quota:
-    """All ranks as one node; see :class:`baselines.base.Planner`."""
+    """All ranks as one node; see :class:`topoep.simulator.planners.base.Planner`."""
     ranks, experts = counts.shape
     load = _load(counts, history)
     replicas = _replicate_and_pack(load, ranks, experts // ranks + spare_slots)
@@ -40,7 +40,7 @@ def plan_global(
 def plan_hierarchical(
     counts: IntArray, topology: Topology, spare_slots: int, history: IntArray | None = None
 ) -> Quota:
-    """Experts to nodes, then inside each node; see :class:`baselines.base.Planner`.
+    """Experts to nodes, then inside each node; see :class:`topoep.simulator.planners.base.Planner`.
 
     Like the original it falls back to the global form where nodes differ in size.
     """
@@ -57,12 +57,13 @@ def plan_hierarchical(
         inside = _replicate_and_pack(
             load[chosen], len(members[node]), experts // ranks + spare_slots
         )
-        replicas[np.ix_(members[node], chosen)] = inside
+        replicas[np.ix_(np.asarray(members[node]), chosen)] = inside
     return _split_evenly(counts, replicas)
 
 
 def _load(counts: IntArray, history: IntArray | None) -> Floats:
-    return (counts if history is None else history).sum(0).astype(np.float64)
+    load: Floats = (counts if history is None else history).sum(0).astype(np.float64)
+    return load
 
 
 def _replicate_and_pack(load: Floats, ranks: int, slots: int) -> IntArray:

@@ -18,13 +18,13 @@ Sources, as far as they are others' ideas:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from topoep.topology import Topology
+from topoep.trace import MAX_LAYERS, Trace
 
 Counts = npt.NDArray[np.int32]
 Weights = npt.NDArray[np.float64]
@@ -115,6 +115,7 @@ def popularity(
     target: float,
     rng: np.random.Generator,
     node_ranks: int = 8,
+    top_k: int = TOP_K,
 ) -> tuple[Weights, Weights]:
     """Weights ``[E]`` of a kind, and the inclusion probabilities ``[E]`` that they lead to.
 
@@ -128,10 +129,10 @@ def popularity(
         low, high = 0.0, _MAX_KNOB
         for _ in range(40):
             middle = (low + high) / 2
-            reached = skew(inclusion(family(middle), TOP_K), ranks)
+            reached = skew(inclusion(family(middle), top_k), ranks)
             low, high = (middle, high) if reached < target else (low, middle)
         weights = family(high)
-        probability = inclusion(weights, TOP_K)
+        probability = inclusion(weights, top_k)
         if abs(skew(probability, ranks) / target - 1) <= _SKEW_ERROR:
             return weights, probability
     raise ValueError(f"{kind} over {ranks} ranks and {experts} experts never has skew {target}")
@@ -145,18 +146,27 @@ def skewed(
     seed: int,
     microbatches: int = 2,
     node_ranks: int = 8,
+    tokens: int = TOKENS,
+    top_k: int = TOP_K,
 ) -> Counts:
     """Microbatches ``[M, R, E]`` of one skewed popularity of ``FAMILIES``."""
     rng = np.random.default_rng(seed)
-    _, probability = popularity(kind, ranks, experts, target, rng, node_ranks)
-    return np.stack([sample(probability, ranks, rng) for _ in range(microbatches)])
+    _, probability = popularity(kind, ranks, experts, target, rng, node_ranks, top_k)
+    return np.stack([sample(probability, ranks, rng, tokens) for _ in range(microbatches)])
 
 
 # ---- sequences -----------------------------------------------------------------------------------
 
 
 def drifting(
-    ranks: int, experts: int, target: float, seed: int, steps: int = 24, memory: float = 0.95
+    ranks: int,
+    experts: int,
+    target: float,
+    seed: int,
+    steps: int = 24,
+    memory: float = 0.95,
+    tokens: int = TOKENS,
+    top_k: int = TOP_K,
 ) -> Counts:
     """Lognormal popularity that wanders: ``[steps, R, E]``.
 
@@ -164,25 +174,32 @@ def drifting(
     the first step needs for ``target`` while other experts become the hot ones.
     """
     rng = np.random.default_rng(seed)
-    log_weight = np.log(popularity("lognormal", ranks, experts, target, rng)[0])
+    log_weight = np.log(popularity("lognormal", ranks, experts, target, rng, top_k=top_k)[0])
     width = log_weight.std()
     sequence = []
     for _ in range(steps):
-        sequence.append(sample(inclusion(np.exp(log_weight), TOP_K), ranks, rng))
+        sequence.append(sample(inclusion(np.exp(log_weight), top_k), ranks, rng, tokens))
         change = width * rng.standard_normal(experts)
         log_weight = memory * log_weight + np.sqrt(1 - memory**2) * change
     return np.stack(sequence)
 
 
 def bursty(
-    ranks: int, experts: int, target: float, seed: int, steps: int = 24, chance: float = 1 / 6
+    ranks: int,
+    experts: int,
+    target: float,
+    seed: int,
+    steps: int = 24,
+    chance: float = 1 / 6,
+    tokens: int = TOKENS,
+    top_k: int = TOP_K,
 ) -> Counts:
     """A steady lognormal popularity, and now and then two experts that are 20 times as popular.
 
     A burst lasts one to three steps; ``[steps, R, E]``.
     """
     rng = np.random.default_rng(seed)
-    steady, _ = popularity("lognormal", ranks, experts, target, rng)
+    steady, _ = popularity("lognormal", ranks, experts, target, rng, top_k=top_k)
     boost, left = np.ones(experts), 0
     sequence = []
     for _ in range(steps):
@@ -192,7 +209,7 @@ def bursty(
                 boost[rng.choice(experts, 2, replace=False)] = 20.0
                 left = int(rng.integers(1, 4))
         left = max(left - 1, 0)
-        sequence.append(sample(inclusion(steady * boost, TOP_K), ranks, rng))
+        sequence.append(sample(inclusion(steady * boost, top_k), ranks, rng, tokens))
     return np.stack(sequence)
 
 
@@ -210,22 +227,30 @@ MEGATRON = {
 }
 
 
-def megatron(workload: str, ranks: int, experts: int, seed: int, step: int) -> Counts:
+def megatron(
+    workload: str,
+    ranks: int,
+    experts: int,
+    seed: int,
+    step: int,
+    tokens: int = TOKENS,
+    top_k: int = TOP_K,
+) -> Counts:
     """Counts ``[R, E]`` of one step of a pattern of ``MEGATRON``."""
     rng = np.random.default_rng([seed, step, int(workload[1:])])
     even = np.ones(experts)
-    block = max(experts // ranks, TOP_K)
+    block = max(experts // ranks, top_k)
     if workload == "W0":
-        first = np.arange(ranks)[:, None] * TOKENS * TOP_K
-        ids = (first + np.arange(TOKENS * TOP_K)) % experts
+        first = np.arange(ranks)[:, None] * tokens * top_k
+        ids = (first + np.arange(tokens * top_k)) % experts
         return np.stack([np.bincount(row, minlength=experts) for row in ids]).astype(np.int32)
     if workload == "W4":
-        tokens = (TOKENS * rng.normal(0.5, 0.35, ranks).clip(0, 1)).astype(np.int64)
-        share = inclusion(even, TOP_K)
-        return rng.binomial(tokens[:, None], share, (ranks, experts)).astype(np.int32)
+        own = (tokens * rng.normal(0.5, 0.35, ranks).clip(0, 1)).astype(np.int64)
+        share = inclusion(even, top_k)
+        return rng.binomial(own[:, None], share, (ranks, experts)).astype(np.int32)
     if workload == "W5":
         alive = np.arange(experts) < experts // 2
-        return sample(inclusion(even * alive, TOP_K), ranks, rng)
+        return sample(inclusion(even * alive, top_k), ranks, rng, tokens)
     hot = np.zeros(experts, dtype=bool)
     if workload == "W1" or (workload == "W7" and step % 4 == 3):
         hot[: experts // 4] = True
@@ -237,10 +262,10 @@ def megatron(workload: str, ranks: int, experts: int, seed: int, step: int) -> C
         place = int(np.random.default_rng([seed, step // 3]).integers(experts // block))
         hot[place * block : (place + 1) * block] = True
     if not hot.any():
-        return sample(inclusion(even, TOP_K), ranks, rng)
-    chosen = int(TOKENS * 0.75)
-    return sample(inclusion(even * hot, TOP_K), ranks, rng, chosen) + sample(
-        inclusion(even, TOP_K), ranks, rng, TOKENS - chosen
+        return sample(inclusion(even, top_k), ranks, rng, tokens)
+    chosen = int(tokens * 0.75)
+    return sample(inclusion(even * hot, top_k), ranks, rng, chosen) + sample(
+        inclusion(even, top_k), ranks, rng, tokens - chosen
     )
 
 
@@ -282,31 +307,6 @@ def collapsed(ranks: int, experts: int, rng: np.random.Generator, heat: float = 
     return sample(inclusion(weights, TOP_K), ranks, rng)
 
 
-@dataclass(frozen=True)
-class Trace:
-    """Routing recorded from a training run."""
-
-    counts: Counts  # [steps, layers, R, E]
-    node_of_rank: tuple[int, ...]
-    spare_slots: int
-
-
-def recorded(path: Path) -> Trace:
-    """Reads the ``trace.npz`` that ``python -m topoep.demo`` writes.
-
-    Raises:
-        ValueError: another format.
-    """
-    with np.load(path, allow_pickle=False) as trace:
-        if "format" not in trace or trace["format"] != 1:
-            raise ValueError(f"{path} is no trace of format 1 (see topoep.demo)")
-        return Trace(
-            trace["counts"].astype(np.int32),
-            tuple(int(node) for node in trace["node_of_rank"]),
-            int(json.loads(str(trace["meta"]))["spare_slots"]),
-        )
-
-
 def with_history(sequence: Counts, window: int) -> Iterator[tuple[Counts, Counts]]:
     """(counts, history) of every step that has a full window behind it.
 
@@ -316,3 +316,70 @@ def with_history(sequence: Counts, window: int) -> Iterator[tuple[Counts, Counts
     for step in range(window, len(sequence)):
         begin = (step // window - 1) * window
         yield sequence[step], sequence[begin : begin + window].sum(0, dtype=np.int64)
+
+
+# ---- by name -------------------------------------------------------------------------------------
+
+GENERATORS = (*FAMILIES, "drift", "bursts", *MEGATRON)
+
+
+def generate(
+    name: str,
+    topology: Topology,
+    experts: int,
+    *,
+    top_k: int = TOP_K,
+    tokens: int = TOKENS,
+    skew: float = 1.5,
+    steps: int = 8,
+    layers: int = 4,
+    seed: int = 0,
+) -> Trace:
+    """A generated trace.
+
+    Args:
+        name: one of ``GENERATORS``.
+        topology: R ranks and their nodes; for ``hot_node`` the first node is the hot one.
+        experts: E, a multiple of R.
+        top_k: experts per token.
+        tokens: of a rank.
+        skew: largest rank load over the mean, for all but the W patterns. 1 is uniform routing.
+        steps: microbatches.
+        layers: each with a popularity of its own.
+        seed: of everything.
+
+    Raises:
+        ValueError: an unknown name, sizes that do not fit, or a skew that cannot be reached.
+    """
+    if name not in GENERATORS:
+        raise ValueError(f"generator {name!r}; expected one of {', '.join(GENERATORS)}")
+    ranks = topology.num_ranks
+    if experts % ranks:
+        raise ValueError(f"{experts} experts do not divide over {ranks} ranks")
+    for what, value in (("steps", steps), ("layers", layers), ("tokens", tokens)):
+        if value < 1:
+            raise ValueError(f"{what}={value}; expected at least 1")
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"top_k={top_k}; expected 1 to {experts}")
+    if not 1 <= skew < float("inf"):
+        raise ValueError(f"skew={skew}; the fullest rank has at least the mean, 1")
+    node_ranks = len(topology.ranks_of_node(0))
+    sizes = {"tokens": tokens, "top_k": top_k}
+    parts = []
+    for layer in range(layers):
+        own = seed * MAX_LAYERS + layer
+        if name in MEGATRON:
+            part = np.stack(
+                [megatron(name, ranks, experts, own, step, **sizes) for step in range(steps)]
+            )
+        elif name == "drift":
+            part = drifting(ranks, experts, skew, own, steps, **sizes)
+        elif name == "bursts":
+            part = bursty(ranks, experts, skew, own, steps, **sizes)
+        else:
+            part = skewed(name, ranks, experts, skew, own, steps, node_ranks, **sizes)
+        parts.append(part)
+    meta = {"generator": name, "seed": seed}
+    if name not in MEGATRON:
+        meta["skew"] = skew
+    return Trace(np.stack(parts, axis=1), topology.node_of_rank, top_k, meta=meta)

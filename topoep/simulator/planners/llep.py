@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from baselines.base import IntArray, Quota, home_of
-from topoep import Topology
+from topoep.simulator.planners.base import IntArray, Quota, home_of
+from topoep.topology import Topology
 
 _CAPACITY = 1.0
 _MIN_TOKENS = 1024
@@ -21,7 +21,7 @@ _MIN_TOKENS = 1024
 def plan(
     counts: IntArray, topology: Topology, spare_slots: int, history: IntArray | None = None
 ) -> Quota:
-    """See :class:`baselines.base.Planner`."""
+    """See :class:`topoep.simulator.planners.base.Planner`."""
     ranks, experts = counts.shape
     total = counts.sum(0, dtype=np.int64)
     capacity = max(int(_CAPACITY * (int(total.sum()) // ranks)), 1)

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from topoep import Topology
+from topoep.topology import Topology
 
 IntArray = npt.NDArray[np.integer]
 Quota = npt.NDArray[np.int64]
@@ -36,7 +36,9 @@ class Planner(Protocol):
         topology: Topology,
         spare_slots: int,
         history: IntArray | None = None,
-    ) -> Quota: ...
+    ) -> Quota:
+        """The quotas."""
+        ...
 
 
 @dataclass(frozen=True)

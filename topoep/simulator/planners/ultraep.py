@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from baselines.base import IntArray, Quota, home_quota, move
-from topoep import Topology
+from topoep.simulator.planners.base import IntArray, Quota, home_quota, move
+from topoep.topology import Topology
 
 _MARGIN_PERCENT = 1
 _TRIES = 3
@@ -27,14 +27,14 @@ _Moves = list[tuple[int, int, int, int]]  # expert, source, target, tokens
 def plan_one_domain(
     counts: IntArray, topology: Topology, spare_slots: int, history: IntArray | None = None
 ) -> Quota:
-    """All ranks share one NVLink domain; see :class:`baselines.base.Planner`."""
+    """All ranks share one NVLink domain; see :class:`topoep.simulator.planners.base.Planner`."""
     return _plan_domains(counts, [range(counts.shape[0])], spare_slots)
 
 
 def plan_per_node(
     counts: IntArray, topology: Topology, spare_slots: int, history: IntArray | None = None
 ) -> Quota:
-    """Every node is a domain; see :class:`baselines.base.Planner`."""
+    """Every node is a domain; see :class:`topoep.simulator.planners.base.Planner`."""
     nodes = [topology.ranks_of_node(node) for node in range(topology.num_nodes)]
     return _plan_domains(counts, nodes, spare_slots)
 

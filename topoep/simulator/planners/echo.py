@@ -10,8 +10,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from baselines.base import IntArray, Quota, home_of, home_quota, move, spill_and_spare
-from topoep import Topology
+from topoep.simulator.planners.base import (
+    IntArray,
+    Quota,
+    home_of,
+    home_quota,
+    move,
+    spill_and_spare,
+)
+from topoep.topology import Topology
 
 _BUCKETS = 8
 
@@ -19,7 +26,7 @@ _BUCKETS = 8
 def plan_one_shot(
     counts: IntArray, topology: Topology, spare_slots: int, history: IntArray | None = None
 ) -> Quota:
-    """Two number lines; see :class:`baselines.base.Planner`.
+    """Two number lines; see :class:`topoep.simulator.planners.base.Planner`.
 
     Spilled experts and spare ranks, largest first, are laid end to end on two lines. Where an
     interval of one lies over an interval of the other, tokens flow. A rank keeps the S largest
@@ -45,7 +52,7 @@ def plan_one_shot(
 def plan_bin_packing(
     counts: IntArray, topology: Topology, spare_slots: int, history: IntArray | None = None
 ) -> Quota:
-    """One copy per rank, whatever S is; see :class:`baselines.base.Planner`.
+    """One copy per rank, whatever S is; see :class:`topoep.simulator.planners.base.Planner`.
 
     Ranks from the most spare on take one chunk each of an expert from the first bucket that is not
     empty, which is about the largest rest; the rest goes to the end of its new bucket.

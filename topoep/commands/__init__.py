@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``python -m topoep`` does, one module per command."""
