@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -601,3 +603,15 @@ def test_plans_of_others_are_refused() -> None:
 def test_a_topology_explains_bad_arguments(arguments: dict[str, Any], part: str) -> None:
     with refused(ValueError, part):
         Topology(**arguments)
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def test_the_page_lists_every_limit_of_the_core():
+    root = Path(__file__).resolve().parents[1]
+    page = (root / "docs/limits.md").read_text()
+    header = (root / "csrc/core/limits.h").read_text()
+    names = re.findall(r"constexpr \w+ (kMax\w+)", header)
+    assert len(names) >= 8
+    assert [name for name in names if f"`{name}`" not in page] == []

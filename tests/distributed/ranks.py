@@ -40,19 +40,8 @@ def run_ranks(
     Raises:
         RankError: a rank raised, died, or did not come back in time; the others are ended.
     """
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        store = f"file://{Path(folder) / 'store'}"
-        pipes, processes = [], []
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_main, args=(rank, world_size, store, sender, function, arguments)
-            )
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
+        pipes, processes = _start(world_size, folder, function, arguments, 60.0)
         try:
             return _collect(pipes, timeout_s)
         finally:
@@ -102,20 +91,8 @@ def run_to_the_end(
     A rank that raises ends its process at once, as in training; what is still running after
     ``timeout_s`` is killed and has exit code None.
     """
-    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        store = f"file://{Path(folder) / 'store'}"
-        pipes, processes = [], []
-        for rank in range(world_size):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_main,
-                args=(rank, world_size, store, sender, function, arguments, group_timeout_s),
-            )
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
+        pipes, processes = _start(world_size, folder, function, arguments, group_timeout_s)
         deadline = time.monotonic() + timeout_s
         outcomes = []
         for process, pipe in zip(processes, pipes, strict=True):
@@ -132,6 +109,30 @@ def run_to_the_end(
     return outcomes
 
 
+def _start(
+    world_size: int,
+    folder: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    group_timeout_s: float,
+) -> tuple[list[Connection], list[Any]]:
+    """Forks the ranks; they meet in a file of the folder and answer through the pipes."""
+    context = multiprocessing.get_context("fork")
+    store = f"file://{Path(folder) / 'store'}"
+    pipes, processes = [], []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_main,
+            args=(rank, world_size, store, sender, function, arguments, group_timeout_s),
+        )
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    return pipes, processes
+
+
 def _main(
     rank: int,
     world_size: int,
@@ -139,7 +140,7 @@ def _main(
     sender: Connection,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
-    group_timeout_s: float = 60.0,
+    group_timeout_s: float,
 ) -> None:
     torch.set_num_threads(1)
     try:
