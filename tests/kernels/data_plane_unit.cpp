@@ -442,6 +442,14 @@ void cluster_sizes(const Settings* settings, Int* sizes) {
     sizes[3] = stream_lists_size(config);
 }
 
+const char* check_roles(Int num_nodes, Int staging_slots, Int senders, Int pullers, Int threads) {
+    DataPlaneConfig config{};
+    config.num_nodes = static_cast<int>(num_nodes);
+    config.staging_slots = static_cast<int>(staging_slots);
+    return problem_with_roles(
+        config, {static_cast<int>(senders), static_cast<int>(pullers), static_cast<int>(threads)});
+}
+
 const char* run_cluster(const Settings* settings, const Memory* memory) {
     const DataPlaneConfig shared_config = make_config(*settings);
     const WindowLayout window = make_window_layout(shared_config);

@@ -13,7 +13,7 @@ import random
 import numpy as np
 import pytest
 
-from tests.emulation.harness import Emulator
+from tests.emulation.harness import Emulator, LaunchError
 from tests.kernels import cluster as simulated
 from tests.kernels.cluster import SHORT, Cluster, expected_sent_bytes, run
 from tests.kernels.plans import KINDS, TOPOLOGIES, plan_tables, random_plan
@@ -93,6 +93,43 @@ def test_one_node_needs_no_senders():
     cluster = Cluster(TOPOLOGIES["1x8"], senders=0, pullers=3)
     rng = np.random.default_rng(1)
     check(cluster, [random_plan(rng, cluster.topology, 2, 2, "full")] * 2, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("roles", "problem"),
+    [
+        ((2, 8, 4, 20, 512), None),
+        ((1, 8, 0, 1, 32), None),
+        ((2, 8, 0, 20, 512), "a sender"),
+        ((1, 8, 0, 0, 512), "a puller"),
+        ((2, 8, 3, 20, 512), "divide staging_slots"),
+        ((1, 8, 0, 1, 48), "multiple of 32"),
+        ((1, 8, 0, 1, 544), "at most 512"),
+    ],
+)
+def test_roles_are_checked_before_a_launch(roles, problem):
+    """roles: nodes, staging slots, senders, pullers, threads."""
+    if problem is None:
+        simulated.emulator().call("check_roles", *roles)
+    else:
+        with pytest.raises(LaunchError, match=problem):
+            simulated.emulator().call("check_roles", *roles)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_exchange_may_overtake_the_one_before(seed):
+    """A slow network, nothing but exchanges: a row is put while the last one is under way."""
+    cluster = Cluster(SMALL["2x2"], optimizer=False, delay=1500, threads=64)
+    empty = random_plan(np.random.default_rng(0), cluster.topology, 2, 2, "empty")
+    check(cluster, [empty] * 4, seed, order="warp_random", preempt=3)
+
+
+@pytest.mark.slow
+def test_more_nodes_than_a_block_has_threads():
+    topology = Topology(num_nodes=40, ranks_per_node=1)
+    cluster = Cluster(topology, 1, 1, row_bytes=(400, 20), elements=(104, 13))
+    rng = np.random.default_rng(1)
+    check(cluster, [random_plan(rng, topology, 1, 1, k) for k in ("full", "hot")], seed=1)
 
 
 def test_over_peer_memory():
