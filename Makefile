@@ -37,6 +37,18 @@ $(VENV)/nvcc.stamp: $(VENV)/tools.stamp
 	  || echo "no nvcc for this machine: the compile gate will be skipped"
 	touch $@
 
+# NCCL's headers alone, only where torch brings none: the tests compile what uses them. The library
+# goes away at once, since a second one in the process would be a trap.
+NCCL_HOME := $(abspath $(VENV))/nccl/nvidia/nccl
+
+$(VENV)/nccl.stamp: $(VENV)/tools.stamp
+	$(RUN) -c "import sys; sys.path.insert(0, 'tools'); import toolchain; \
+	           sys.exit(toolchain.find_nccl() is None)" \
+	  || $(PIP) --no-deps --target $(VENV)/nccl nvidia-nccl-cu12==2.30.7 \
+	  || echo "no NCCL headers for this machine: tests of transport nccl will be skipped"
+	rm -rf $(NCCL_HOME)/lib
+	touch $@
+
 $(VENV)/build.stamp: $(VENV)/tools.stamp $(SOURCES)
 	TOPOEP_WERROR=1 $(PIP) --no-build-isolation --no-deps -e .
 	touch $@
@@ -44,15 +56,18 @@ $(VENV)/build.stamp: $(VENV)/tools.stamp $(SOURCES)
 demo: $(VENV)/build.stamp
 	$(RUN) -m topoep.demo $(ARGS)
 
-test: $(VENV)/build.stamp $(VENV)/nvcc.stamp
+# What the tests find NCCL by: what is set, else the headers above, else what torch brings.
+WITH_NCCL := TOPOEP_NCCL_HOME="$${TOPOEP_NCCL_HOME:-$$(ls -d $(NCCL_HOME) 2>/dev/null)}"
+
+test: $(VENV)/build.stamp $(VENV)/nvcc.stamp $(VENV)/nccl.stamp
 	$(VENV)/bin/cmake -S . -B build/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \
 	    -DTOPOEP_SANITIZE=address,undefined >/dev/null
 	$(VENV)/bin/cmake --build build/cmake >build/cmake.log || { cat build/cmake.log; exit 1; }
 	$(VENV)/bin/ctest --test-dir build/cmake --output-on-failure
-	$(RUN) -m pytest --durations=15 -m "not slow and not gpu and not nccl"
+	$(WITH_NCCL) $(RUN) -m pytest --durations=15 -m "not slow and not gpu and not nccl"
 
-test-slow: $(VENV)/build.stamp $(VENV)/nvcc.stamp
-	TOPOEP_TEST_EXAMPLES=20 $(RUN) -m pytest --durations=15 -m "not gpu and not nccl"
+test-slow: $(VENV)/build.stamp $(VENV)/nvcc.stamp $(VENV)/nccl.stamp
+	$(WITH_NCCL) TOPOEP_TEST_EXAMPLES=20 $(RUN) -m pytest --durations=15 -m "not gpu and not nccl"
 
 # The library that `build.stamp` leaves in topoep/ loads into the other environment's torch too.
 $(FRAMEWORKS)/frameworks.stamp: $(wildcard tools/frameworks/*)
