@@ -91,6 +91,12 @@ def test_what_fails_is_seen_in_the_table_and_in_the_status(tmp_path, capsys):
     assert "no end within 5 s" in capsys.readouterr().out
 
 
+def test_the_cases_for_the_sanitizer_exist():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *gpu_check.SANITIZED]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_wrong_results_are_counted(monkeypatch):
     rows = []
     monkeypatch.setattr(
