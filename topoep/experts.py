@@ -204,8 +204,9 @@ class BalancedExperts(nn.Module):
         bal = self.balancer
         parameters = [self.gate_up_proj, self.down_proj]
         # A wrapper that keeps parameters in one flat buffer must find them there again.
-        if all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in parameters):
-            bal.share_weights(parameters)
+        own = [p for p in parameters if _owns_storage(p)]
+        if own:
+            bal.share_weights(own)
         size = bal.config.experts_per_rank
         return list(zip(*(parameter.split(size) for parameter in parameters), strict=True))
 
@@ -340,6 +341,10 @@ def _group_by_slot(row: Plan, first: int, last: int) -> tuple[Tensor, list[int]]
     on_host = row.host.recv[:, first:last]
     slot_of_row = torch.repeat_interleave(slots, counts.flatten(), output_size=int(on_host.sum()))
     return torch.argsort(slot_of_row, stable=True), on_host.sum(0).tolist()
+
+
+def _owns_storage(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def _as_list(value: TensorOrList) -> list[Tensor]:

@@ -142,6 +142,23 @@ def test_parameters_in_a_flat_buffer_are_left_there():
     run_ranks(4, flat_parameters, Setup(NODES, 8, [20] * 4, dtype=torch.float32))
 
 
+def replaced_parameter(rank: int, setup: Setup) -> None:
+    connector = use(FakeConnector())
+    (layer,) = build_layers(setup, rank, dist.group.WORLD)
+    (problem,) = problems_of(setup, rank)
+    arguments = problem.x, problem.ids, problem.weights
+    before = layer(*arguments).detach()
+    layer.down_proj.data = layer.down_proj.data.clone()
+    assert torch.equal(layer(*arguments).detach(), before)
+    calls = connector.planes[0].calls
+    assert calls.count("exchange") == 2, "the counts of two plans, and nothing was staged"
+    assert sum(call.startswith("window") for call in calls) == 2
+
+
+def test_a_parameter_that_was_replaced_is_shared_again():
+    run_ranks(4, replaced_parameter, Setup(NODES, 8, [20] * 4, dtype=torch.float32))
+
+
 def share_other_shapes(rank: int) -> str:
     balancer, _ = balancer_over_fake()
     try:
