@@ -324,7 +324,12 @@ def options(rank: int, changes: dict) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"replica_policy": "keep"}, {"solver": "taot"}, {"objective": topoep.Balance(0.2)}],
+    [
+        {"replica_policy": "keep"},
+        {"slot_buffers": 2},
+        {"solver": "taot"},
+        {"objective": topoep.Balance(0.2)},
+    ],
     ids=str,
 )
 def test_options_of_the_balancer(changes):
@@ -420,7 +425,7 @@ def plan_on_the_device(rank: int, plan: str) -> None:
     """What is done where the host does not know the plan: all home experts are staged."""
     from topoep.adapters.megatron import slots
 
-    slots.HostTransport = type("Other", (), {})
+    slots.HOST_TRANSPORTS = ()
     mc.start(2)
     plain, balanced = pair(rank, 2, plan, 2)
     for microbatch in range(2):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import topoep
 from tests.distributed.ranks import run_ranks
@@ -222,3 +224,110 @@ def distributed_optimizer(rank: int) -> None:
 
 def test_distributed_optimizer():
     run_ranks(4, distributed_optimizer)
+
+
+def one_backward_for_several_passes(rank: int) -> None:
+    mc.start(2)
+    plain, balanced = (mc.gpt(mc.config(2, num_layers=2)) for _ in range(2))
+    adapter.enable(balanced)
+    force_all([balanced])
+    for model in (plain, balanced):
+        sum(model(**mc.text(rank, microbatch)).mean() for microbatch in range(3)).backward()
+    check_gradients(plain, balanced)
+
+
+def test_layers_used_several_times_in_one_graph():
+    run_ranks(2, one_backward_for_several_passes)
+
+
+def multi_token_prediction(rank: int, repeated: bool, kind: str) -> None:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
+
+    mc.start(2)
+    cfg = mc.config(
+        2,
+        num_layers=1,
+        mtp_num_layers=2 if repeated else 1,
+        mtp_use_repeated_layer=repeated,
+        **({**RECOMPUTE["full"], "recompute_num_layers": 1} if kind == "full" else {}),
+    )
+    models = []
+    for _ in range(2):
+        spec = get_gpt_decoder_block_spec(
+            cfg, use_transformer_engine=False, normalization="LayerNorm"
+        )
+        mtp = get_gpt_mtp_block_spec(cfg, spec, use_transformer_engine=False)
+        torch.manual_seed(0)
+        model = GPTModel(
+            cfg, spec, mc.VOCABULARY, mc.LENGTH, mtp_block_spec=mtp, position_embedding_type="rope"
+        )
+        for layer in mc.moe_layers(model):
+            mc.set_weights(layer, 3 + layer.is_mtp_layer)
+        models.append(model)
+    plain, balanced = models
+    assert adapter.enable(balanced) == 2
+    force_all([balanced])
+    losses = {}
+    for model in models:
+        flying = [model(**mc.text(rank, microbatch)).mean() for microbatch in range(2)]
+        for loss in flying:
+            loss.backward()
+        losses[model] = [loss.item() for loss in flying]
+    assert losses[plain] == losses[balanced]
+    for (name, one), (_, other) in zip(
+        plain.named_parameters(), balanced.named_parameters(), strict=True
+    ):
+        error = (other.grad - one.grad).abs().max() / one.grad.abs().max()
+        assert error <= 1e-6, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("kind", ["none", "full"])
+@pytest.mark.parametrize("repeated", [False, True], ids=["", "repeated"])
+def test_multi_token_prediction(repeated, kind):
+    run_ranks(2, multi_token_prediction, repeated, kind)
+
+
+def backward_over_some_parameters(rank: int) -> None:
+    mc.start(2)
+    model = mc.gpt(mc.config(2))
+    adapter.enable(model)
+    layer = mc.moe_layers(model)[0]
+    force(layer.token_dispatcher.topoep.balancer, lambda balancer, counts: [[4], [0]])
+    only = layer.experts.local_experts[0].linear_fc1.weight
+    model(**mc.text(rank, 0)).mean().backward(inputs=[only])
+    with pytest.raises(RuntimeError, match="run backward over all parameters of the experts"):
+        model(**mc.text(rank, 1))
+
+
+def test_backward_over_some_parameters_is_noticed():
+    run_ranks(2, backward_over_some_parameters)
+
+
+def torch_checkpoint(rank: int) -> None:
+    mc.start(2)
+    plain, balanced = (nn.ModuleList(mc.moe_layer(mc.config(2), i) for i in (1, 2)) for _ in "ab")
+    planned = []
+    adapter.enable(balanced, on_plan=lambda layer, plan: planned.append(layer.layer_number))
+    force_all([balanced])
+    for layers in (plain, balanced):
+        flying = []
+        for microbatch in range(3):
+            x = mc.tokens(rank, microbatch).requires_grad_()
+            y = checkpoint(lambda x, layers=layers: layers[1](layers[0](x)[0])[0], x,
+                           use_reentrant=False)  # fmt: skip
+            flying.append(y.square().mean())
+        for loss in flying:
+            loss.backward()
+    assert planned == [1, 2] * 3
+    for (name, one), (_, other) in zip(
+        plain.named_parameters(), balanced.named_parameters(), strict=True
+    ):
+        assert (other.grad - one.grad).abs().max() <= 1e-6 * one.grad.abs().max(), name
+
+
+def test_checkpoints_of_torch():
+    run_ranks(2, torch_checkpoint)

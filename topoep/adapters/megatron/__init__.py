@@ -54,8 +54,8 @@ def enable(
         topology: of the expert-parallel group; found by :meth:`topoep.Topology.from_group` if None.
         on_plan: called with the MoE layer and each plan made for it, but not for recomputations.
         allow_none: for pipeline stages without MoE layers: return 0 instead of raising.
-        balancer_options: for :class:`topoep.Balancer`: ``objective``, ``replica_policy``,
-            ``solver``, ``candidates``.
+        balancer_options: for :class:`topoep.Balancer`: ``transport``, ``objective``,
+            ``replica_policy``, ``slot_buffers``, ``comm_sms``, ``solver``, ``candidates``.
 
     Returns:
         The number of layers that are balanced now.

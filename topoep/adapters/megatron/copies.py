@@ -93,38 +93,44 @@ class LayerCopies:
         home_rows = int(home_counts.sum())
         home_hidden, guest_hidden = split_rows(hidden, home_rows)
         home_probs, guest_probs = split_rows(probs, home_rows)
-        lease = self._fetch(routed)
+        lease, guests = self._fetch(routed)
         home_y, bias = compute(home_hidden, home_counts, home_probs)
+        lease.wait()
         if self._guests.training != self._home[0][0].owner.training:
             self._guests.train(self._home[0][0].owner.training)
         guest_y, _ = self._guests(guest_hidden, guest_counts, guest_probs)
         self._leave_places()
         y = join_rows(home_y, guest_y)
         lease.end_use()
-        if self._balancer.replica_policy == "refetch":
-            (y,) = release([lease], (), [y], refetch=True)
-        routed.plan.usage.current(in_backward()).released = True
+        (y,) = release([lease], guests, [y], self._balancer.replica_policy == "refetch")
         return y, bias
 
-    def _fetch(self, routed: Routed) -> RowsLease:
-        """Puts the weights of the plan's copies into the places of the guests. Collective."""
+    def _fetch(self, routed: Routed) -> tuple[RowsLease, tuple[Tensor, ...]]:
+        """Puts the weights of the plan's copies into the places of the guests. Collective.
+
+        They are there after ``wait()`` on the lease.
+        """
         homes = [[place.get() for place in kind] for kind in self._home]
         trainable = [_all_or_none(kind, rows) for kind, rows in zip(self._home, homes, strict=True)]
         self._finish_param_gather()
         memory = self._memory = slot_memory(self._balancer, homes)
+        if memory.arrived and not in_backward():
+            raise RuntimeError(
+                "gradients of copies were not taken over by the parameters they belong to; run "
+                "backward over all parameters of the experts (loss.backward())"
+            )
         lease = RowsLease(self._balancer, memory, routed, homes)
         if torch.is_grad_enabled():
             self._hook_parameters(homes, trainable)
         flat = [row for rows in homes for row in rows]
         check_not_sharded(flat[0])
         guests = _Fetch.apply(self, lease, trainable, *flat)
-        lease.wait()
         places = [place for kind in self._guest_places for place in kind]
         for place, guest in zip(places, guests, strict=True):
             place.put(guest)
         if self._fused and any(trainable) and torch.is_grad_enabled():
             self._give_main_grads(memory)
-        return lease
+        return lease, guests
 
     def _give_main_grads(self, memory: SlotMemory) -> None:
         for kind, grads in zip(self._guest_places, memory.grads[0], strict=True):
@@ -187,11 +193,9 @@ class LayerCopies:
             target.zero_() if grad is None else target.copy_(grad)
 
     def _reduce(self, memory: SlotMemory, plan: Plan, kinds: list[int]) -> None:
-        if memory.arrived:
-            raise RuntimeError(
-                "gradients of copies were not taken over by the parameters they belong to; run "
-                "backward over all parameters of the experts (loss.backward())"
-            )
+        for parameter, sum_ in memory.arrived.items():
+            # A layer that is used several times in one graph: its parameters wait for all uses.
+            memory.arrived[parameter] = sum_.clone()
         slot_grads, home_grads = (tuple(grads[k] for k in kinds) for grads in memory.grads)
         homes = copied_homes(self._balancer, plan)
         with torch.no_grad():
@@ -203,7 +207,11 @@ class LayerCopies:
                 grads.zero_()
         for k, grads in zip(kinds, home_grads, strict=True):
             for local in homes:
-                memory.arrived[self._home[k][local].get()] = grads[local]
+                parameter = self._home[k][local].get()
+                earlier = memory.arrived.get(parameter)
+                memory.arrived[parameter] = (
+                    grads[local] if earlier is None else earlier.add_(grads[local])
+                )
 
     def _hook_parameters(self, homes: list[list[Tensor]], trainable: list[bool]) -> None:
         for rows, wanted in zip(homes, trainable, strict=True):

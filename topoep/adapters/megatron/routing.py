@@ -21,6 +21,7 @@ from topoep.adapters.shared import OnPlan
 from topoep.balancer import Balancer
 from topoep.plan import Plan
 from topoep.recompute import in_backward
+from topoep.replicas import Lease
 
 
 @dataclass(eq=False)
@@ -30,6 +31,7 @@ class Routed:
     plan: Plan
     ids: Tensor  # int64 [T, K]
     send: Tensor  # int32 [P]
+    lease: weakref.ref[Lease] | None = None  # of the forward pass
 
 
 class OpenPlans:

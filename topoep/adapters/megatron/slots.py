@@ -13,9 +13,11 @@ from topoep.adapters.megatron.routing import Routed
 from topoep.balancer import Balancer
 from topoep.plan import Plan
 from topoep.recompute import in_backward
-from topoep.replicas import BufferPool, Lease, SlotBuffer, find_twin
-from topoep.transports.base import Weights
-from topoep.transports.host import HostTransport
+from topoep.replicas import BufferPool, Lease, SlotBuffer
+from topoep.transports.base import Pending, Weights
+
+#: Transports that read the plan on the host anyway; with the others that would mean waiting for it.
+HOST_TRANSPORTS = ("c10d", "local")
 
 
 class SlotMemory:
@@ -28,22 +30,22 @@ class SlotMemory:
 
     def __init__(self, balancer: Balancer, home: Sequence[Sequence[Tensor]]) -> None:
         self.spare_slots = balancer.spare_slots
-        self.staged: Weights = tuple(
-            rows[0].new_empty((len(rows), *rows[0].shape), requires_grad=False) for rows in home
-        )
-        self._shared = BufferPool(self._make, balancer.slot_buffers)
-        self._keep = balancer.replica_policy == "keep"
+        with torch.inference_mode(False):  # training uses what an evaluation has made
+            self.staged: Weights = tuple(
+                rows[0].new_empty((len(rows), *rows[0].shape), requires_grad=False) for rows in home
+            )
+        self.sending = Pending()  # what still reads the staged rows
+        self.pool = BufferPool(self._make_buffer, balancer.slot_buffers)
         self._grads: tuple[Weights, Weights] | None = None
         #: Sums for home experts that wait for the parameter's own gradient.
         self.arrived: dict[Tensor, Tensor] = {}
 
-    def _make(self) -> SlotBuffer:
+    def _make_buffer(self) -> SlotBuffer:
         return SlotBuffer([self.staged], self.spare_slots)
 
-    @property
-    def pool(self) -> BufferPool:
-        """Where copies go: shared, or slots of their own for every call with "keep"."""
-        return BufferPool(self._make, 1) if self._keep else self._shared
+    def pool_of_one(self) -> BufferPool:
+        """Slots for a single call, which are kept until its backward."""
+        return BufferPool(self._make_buffer, 1)
 
     @property
     def grads(self) -> tuple[Weights, Weights]:
@@ -73,7 +75,14 @@ def slot_memory(balancer: Balancer, home: Sequence[Sequence[Tensor]]) -> SlotMem
 
 
 class RowsLease(Lease):
-    """A lease on slots whose weights are separate tensors per expert, staged when they are sent."""
+    """A lease on slots whose weights are separate tensors per expert, staged when they are sent.
+
+    Args:
+        balancer: whose transport and policy are used.
+        memory: of experts of this shape.
+        routed: the plan.
+        homes: ``[kind][home expert]``.
+    """
 
     def __init__(
         self,
@@ -86,26 +95,36 @@ class RowsLease(Lease):
         self.routed = routed  # kept for recomputations, by the autograd graph that keeps this
         self._homes = homes
         self._balancer = balancer
-        plan = routed.plan
-        twin = find_twin(plan, [memory.staged])
-        super().__init__(balancer.transport, memory.pool, plan, [memory.staged], twin)
-        plan.usage.current(in_backward()).leases.append(weakref.ref(self))
+        keep = balancer.replica_policy == "keep"
+        pool = memory.pool_of_one() if keep else memory.pool
+        # A recomputation that runs inside the backward of its forward pass uses the copies that
+        # this backward has fetched.
+        twin = routed.lease() if in_backward() and routed.lease is not None else None
+        super().__init__(balancer.transport, pool, routed.plan, [memory.staged], twin)
+        if not in_backward():
+            routed.lease = weakref.ref(self)
 
     def _identity(self) -> object:
-        return tuple((t.data_ptr(), t._version) for rows in self._homes for t in rows)
+        return tuple(
+            (t.untyped_storage()._cdata, t.storage_offset(), 0 if t.is_inference() else t._version)
+            for rows in self._homes
+            for t in rows
+        )
 
     def _fetch(self) -> None:
+        self.memory.sending.wait()
         with torch.no_grad():
             for local in copied_homes(self._balancer, self.plan):
                 for staged, rows in zip(self.memory.staged, self._homes, strict=True):
                     staged[local].copy_(rows[local])
         super()._fetch()
+        self.memory.sending = self.buffer.pending
 
 
 def copied_homes(balancer: Balancer, plan: Plan) -> list[int]:
     """The home experts of this rank that the plan copies; all where the plan is not on the host."""
     home = plan.config.experts_per_rank
-    if not isinstance(balancer.transport, HostTransport):
+    if balancer.transport.name not in HOST_TRANSPORTS:
         return list(range(home))
     rank = balancer.held_ranks[0]
     return sorted(
