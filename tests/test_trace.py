@@ -142,7 +142,7 @@ def test_csv_leaves_out_zeros(tmp_path):
         ("step,layer,rank,expert,tokens\n0,0,0,1", "line 2: 4 fields"),
         ("step,layer,rank,expert,tokens\n0,0,0,99999,1", "line 2: expert is '99999'"),
         ("step,layer,rank,expert,tokens\n0,0,0,1,1\n0,0,0,1,2", "expert 1 is on two lines"),
-        ("step,layer,rank,expert,tokens\n99999999,4095,0,0,1", "take more than"),
+        ("step,layer,rank,expert,tokens\n0,4095,1023,4095,1", "take more than"),
         ("step,layer,rank,expert,tokens\n0,0,7,0,1", "8 source ranks, but"),
     ],
 )
@@ -248,3 +248,48 @@ def test_commands_say_what_is_wrong(tmp_path, capsys, arguments, message):
     error = capsys.readouterr().err
     assert error.startswith("topoep trace: ")
     assert re.search(message, error)
+
+
+# ---- damaged and hostile files -------------------------------------------------------------------
+
+
+def test_no_damaged_file_ends_in_another_error(tmp_path):
+    """A byte changed anywhere: the trace, or an error that names the file."""
+    path = tmp_path / "whole.npz"
+    Trace(np.arange(64, dtype=np.int32).reshape(2, 1, 4, 8), (0, 0, 1, 1), 2).save(path)
+    whole = bytearray(path.read_bytes())
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(600):
+        damaged = bytearray(whole)
+        for place in rng.integers(0, len(whole), int(rng.integers(1, 4))):
+            damaged[place] = int(rng.integers(256))
+        broken = tmp_path / "broken.npz"
+        broken.write_bytes(damaged)
+        try:
+            read_trace(broken, 2, Topology(2, 2))
+        except ValueError as error:
+            assert "broken.npz" in str(error)
+            refused += 1
+        except OSError:  # a position before the beginning of the file
+            refused += 1
+    assert refused > 100
+
+
+def test_steps_of_a_csv_keep_their_numbers(tmp_path):
+    path = tmp_path / "late.csv"
+    path.write_text("\ufeffstep,layer,rank,expert,tokens\n99999998,0,0,0,4\n7,0,1,1,2\n")
+    trace = read_trace(path, 1, Topology(1, 2))
+    assert trace.steps == (7, 99999998)
+    assert trace.counts.shape == (2, 1, 2, 2)
+
+
+def test_traces_of_different_runs_are_not_merged():
+    def part(rank: int, **meta: object) -> Trace:
+        return Trace(np.ones((1, 1, 1, 2), dtype=np.int32), (0, 0), 1, (rank,), meta=meta)
+
+    assert merge([part(0, layers=["a"]), part(1, layers=["a"])]).is_whole
+    with pytest.raises(ValueError, match=r"different runs\? layers"):
+        merge([part(0, layers=["a"]), part(1, layers=["b"])])
+    with pytest.raises(ValueError, match=r"different runs\? every"):
+        merge([part(0, every=1), part(1, every=2)])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,13 +24,16 @@ from topoep.checks import check_int, check_type
 from topoep.experts import BalancedExperts
 from topoep.recompute import in_backward
 from topoep.topology import Topology
-from topoep.trace import Trace
+from topoep.trace import MAX_LAYERS, MAX_META_CHARS, Trace
 
 #: Finds the routed ids in a call of a hooked layer: gets its positional arguments, its keyword
 #: arguments and its output.
 FindIds = Callable[[tuple[Any, ...], dict[str, Any], Any], Tensor | Sequence[Tensor]]
 
+_logger = logging.getLogger("topoep")
+
 _QUEUE = 1024  # layers that may wait for the thread
+_LONGEST_NAME = MAX_META_CHARS // 2 // MAX_LAYERS - 4  # with quotes and a comma, all layers fit
 
 
 class Recorder:
@@ -99,7 +103,9 @@ class Recorder:
         else:
             raise ValueError(f"rank {rank}; expected 0 to {topology.num_ranks - 1}")
         self._meta = {"topoep": __version__, **(meta or {})}
-        json.dumps(self._meta)  # fails now rather than at the end
+        most = MAX_META_CHARS // 2  # the other half is for the names of layers
+        if len(json.dumps(self._meta)) > most:  # fails now rather than at the end
+            raise ValueError(f"meta takes more than {most} characters as JSON")
         # An example of what will be written: checks E, R and K against each other.
         Trace(self._empty(1, 1), topology.node_of_rank, top_k, self._ranks)
         self._layers: dict[Hashable, int] = {}
@@ -293,11 +299,18 @@ class Recorder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as problem:
+            if error is None:
+                raise
+            # What went wrong in the block matters more than what could not be written after it.
+            _logger.error("the recorder could not write its trace: %s", problem)
 
 
 def _name(layer: object) -> str:
-    return type(layer).__name__ if isinstance(layer, nn.Module) else str(layer)
+    name = type(layer).__name__ if isinstance(layer, nn.Module) else str(layer)
+    return name[:_LONGEST_NAME]
 
 
 def _ids_of_balanced_experts(

@@ -23,9 +23,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import lzma
 import math
 import os
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +45,7 @@ Counts = npt.NDArray[np.int32]
 
 FORMAT = 1
 MAX_BYTES = 16 * 2**30  # of the counts in memory
-MAX_META_BYTES = 2**20
+MAX_META_CHARS = 2**18
 MAX_STEPS = 10**8
 MAX_LAYERS = 4096
 MAX_TOP_K = 64  # kMaxTopK in csrc/core/limits.h
@@ -53,7 +56,7 @@ _LIMITS = {
     "counts": (8, 4),
     "node_of_rank": (8, 1),
     "top_k": (8, 0),
-    "meta": (MAX_META_BYTES, 0),
+    "meta": (4 * MAX_META_CHARS, 0),
     "steps": (8, 1),
     "ranks": (8, 1),
 }
@@ -178,12 +181,17 @@ class Trace:
     def save(self, path: Path | str) -> None:
         """Writes the file, whole or not at all."""
         path = Path(path)
+        meta = json.dumps(dict(self.meta))
+        if len(meta) > MAX_META_CHARS:
+            raise ValueError(
+                f"meta takes {len(meta)} characters as JSON; a trace holds at most {MAX_META_CHARS}"
+            )
         arrays: dict[str, Any] = {
             "format": np.int32(FORMAT),
             "counts": self.counts,
             "node_of_rank": np.array(self.node_of_rank, dtype=np.int32),
             "top_k": np.int32(self.top_k),
-            "meta": np.str_(json.dumps(dict(self.meta))),
+            "meta": np.str_(meta),
         }
         if self.steps != tuple(range(self.num_steps)):
             arrays["steps"] = np.array(self.steps, dtype=np.int64)
@@ -208,10 +216,12 @@ class Trace:
         for name in ("format", "counts", "node_of_rank", "top_k", "meta"):
             if name not in arrays:
                 raise ValueError(f"{path}: no array {name!r}; is this a trace of topoep?")
-        if int(arrays["format"]) != FORMAT:
+        if arrays["format"] != FORMAT:
             raise ValueError(
-                f"{path}: format {int(arrays['format'])}; this version reads format {FORMAT}"
+                f"{path}: format {arrays['format']}; this version reads format {FORMAT}"
             )
+        if arrays["top_k"].dtype.kind not in "iu":
+            raise ValueError(f"{path}: top_k is {arrays['top_k']}; expected an integer")
         try:
             meta = json.loads(str(arrays["meta"]))
             if not isinstance(meta, dict):
@@ -224,7 +234,7 @@ class Trace:
                 tuple(arrays["steps"].tolist()) if "steps" in arrays else None,
                 meta,
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from None
 
 
@@ -257,6 +267,22 @@ def _write_npz(path: Path, arrays: Mapping[str, Any]) -> None:
                 np.lib.format.write_array(file, np.asanyarray(value), allow_pickle=False)
 
 
+#: What reading a damaged or hostile file raises besides ValueError.
+_DAMAGED = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    tokenize.TokenError,
+    SyntaxError,
+    ArithmeticError,
+    EOFError,
+    KeyError,
+    MemoryError,
+    NotImplementedError,
+    RuntimeError,
+)
+
+
 def read_npz(path: Path, limits: Mapping[str, tuple[int, int]]) -> dict[str, npt.NDArray[Any]]:
     """Reads the named arrays of an .npz, after a look at every header.
 
@@ -280,7 +306,7 @@ def read_npz(path: Path, limits: Mapping[str, tuple[int, int]]) -> dict[str, npt
                 with archive.open(members[name]) as file:
                     arrays[name] = np.lib.format.read_array(file, allow_pickle=False)
             return arrays
-    except (zipfile.BadZipFile, EOFError, KeyError, RuntimeError) as error:
+    except _DAMAGED as error:
         raise ValueError(f"{path}: no .npz file, or a damaged one ({error})") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -299,11 +325,12 @@ def check_header(
         raise ValueError(
             f"{name!r} has shape {shape} and dtype {dtype}; something else belongs there"
         )
-    total = math.prod(shape) * max(dtype.itemsize, 1)
+    # Counts become int32, whatever the file holds.
+    total = math.prod(shape) * max(dtype.itemsize, np.dtype(np.int32).itemsize)
     if total > MAX_BYTES:
         raise ValueError(f"{name!r}, shape {shape}, takes {total} bytes; the limit is {MAX_BYTES}")
     size -= file.tell()
-    if total > size:
+    if math.prod(shape) * dtype.itemsize > size:
         raise ValueError(f"{name!r}, shape {shape}, takes {total} bytes; the file holds {size}")
     return tuple(int(length) for length in shape)
 
@@ -321,6 +348,10 @@ def merge(parts: Sequence[Trace]) -> Trace:
     for part in parts:
         for name in ("num_layers", "num_experts", "top_k", "node_of_rank"):
             mine, other = getattr(part, name), getattr(first, name)
+            if mine != other:
+                raise ValueError(f"parts of different runs? {name} is {other} and {mine}")
+        for name in ("layers", "every"):
+            mine, other = part.meta.get(name), first.meta.get(name)
             if mine != other:
                 raise ValueError(f"parts of different runs? {name} is {other} and {mine}")
         assert part.ranks is not None

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import csv
+import tokenize
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,7 @@ def read_trace(
             ``topology`` is needed.
     """
     path = Path(path)
+    steps: tuple[int, ...] | None = None
     if path.suffix == ".npz":
         found = read_npz(path, {"format": (8, 0)})
         if "format" in found:
@@ -60,7 +62,7 @@ def read_trace(
     elif path.suffix == ".npy":
         counts = _read_npy(path)
     elif path.suffix == ".csv":
-        counts = _read_csv(path, topology)
+        counts, steps = _read_csv(path, topology)
     else:
         raise ValueError(f"{path}: unknown kind of file; expected .npz, .npy or .csv")
     if counts.ndim == 3:
@@ -72,7 +74,8 @@ def read_trace(
             "give --top-k and --nodes (top_k= and topology=)"
         )
     try:
-        return Trace(counts, topology.node_of_rank, top_k, meta={"imported": path.name})
+        meta = {"imported": path.name}
+        return Trace(counts, topology.node_of_rank, top_k, None, steps, meta)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -85,24 +88,34 @@ def _read_npy(path: Path) -> npt.NDArray[np.int32]:
                 raise ValueError(f"shape {shape}; expected [steps, layers, R, E] (or less)")
             file.seek(0)
             counts: npt.NDArray[np.int32] = np.lib.format.read_array(file, allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, tokenize.TokenError, SyntaxError, ArithmeticError, EOFError) as error:
         raise ValueError(f"{path}: {error}") from None
     return counts
 
 
-def _read_csv(path: Path, topology: Topology | None) -> npt.NDArray[np.int32]:
+def _read_csv(
+    path: Path, topology: Topology | None
+) -> tuple[npt.NDArray[np.int32], tuple[int, ...]]:
+    """Counts, and the number of each step that a line names."""
     rows: list[tuple[int, ...]] = []
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         reader = csv.reader(file)
-        header = next(reader, [])
+        try:
+            header = next(reader, [])
+        except csv.Error as error:
+            raise ValueError(f"{path}, line 1: {error}") from None
         if tuple(name.strip() for name in header) != COLUMNS:
             raise ValueError(f"{path}, line 1: {','.join(header)!r}; expected {','.join(COLUMNS)}")
-        for row in reader:
-            if row:
-                rows.append(_csv_numbers(row, f"{path}, line {reader.line_num}"))
+        try:
+            for row in reader:
+                if row:
+                    rows.append(_csv_numbers(row, f"{path}, line {reader.line_num}"))
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
     if not rows:
         raise ValueError(f"{path}: no line after the header")
     table = np.array(rows, dtype=np.int64)
+    steps, table[:, 0] = np.unique(table[:, 0], return_inverse=True)
     shape = [int(size) for size in table[:, :4].max(0) + 1]
     if topology is not None:  # ranks and experts that no line names still exist
         shape[2] = max(shape[2], topology.num_ranks)
@@ -114,11 +127,12 @@ def _read_csv(path: Path, topology: Topology | None) -> npt.NDArray[np.int32]:
     repeated = np.flatnonzero(np.diff(places[order]) == 0)
     if len(repeated):
         again = table[order[repeated[0] + 1]]
-        named = ", ".join(f"{name} {n}" for name, n in zip(COLUMNS[:4], again[:4], strict=True))
+        again = [int(steps[again[0]]), *again[1:4]]
+        named = ", ".join(f"{name} {n}" for name, n in zip(COLUMNS[:4], again, strict=True))
         raise ValueError(f"{path}: {named} is on two lines")
     counts = np.zeros(shape, dtype=np.int32)
     counts.flat[places] = table[:, 4]
-    return counts
+    return counts, tuple(int(step) for step in steps)
 
 
 def _csv_numbers(row: list[str], where: str) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ def _print(request: Request, advice: Advice) -> None:
     else:
         say(f"Set   spare_slots={best.spare_slots}, objective={best.objective}")
         if best.objective.startswith("Time"):
-            say("      with cost_model = " + _cost_model(request))
+            say(f"      with cost_model = topoep.{advice.cost_model}")
         say(
             f"Gains {100 * best.gain:+.1f} % training throughput (predicted); a layer's experts "
             f"take {best.result.layer_ms:.2f} instead of {plain.result.layer_ms:.2f} ms, imbalance "
@@ -141,10 +141,3 @@ def _cells(trial: Trial) -> list[str]:
         f"{trial.result.spare_bytes / 1e6:.1f}",
         f"{trial.home_bytes / 1e6:.0f}",
     ]
-
-
-def _cost_model(request: Request) -> str:
-    return (
-        f"CostModel.from_model({request.model.hidden}, {request.model.intermediate}, "
-        f"{request.setting.dtype!r}, {request.cluster.hardware.name!r})"
-    )

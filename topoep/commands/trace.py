@@ -68,9 +68,9 @@ def _info(given: argparse.Namespace) -> None:
 
     trace = load(given.trace, given)
     console = Console()
-    console.print(f"{given.trace}: {_sizes(trace)}", highlight=False, soft_wrap=True)
+    console.print(f"{given.trace}: {_sizes(trace)}", highlight=False, markup=False, soft_wrap=True)
     if left_out := trace.meta.get("left_out"):
-        console.print(f"{left_out} microbatches were not recorded", highlight=False)
+        console.print(f"{left_out} microbatches were not recorded", highlight=False, markup=False)
     if not trace.is_whole:
         console.print("join the files of all ranks (trace merge) to see imbalance")
         return

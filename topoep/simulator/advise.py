@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from topoep.cost_model import CostModel
 from topoep.objective import Balance, Even, Objective, Time
 from topoep.simulator.layer_time import LayerModel
 from topoep.simulator.simulate import (
@@ -57,12 +58,14 @@ class Advice:
         best: for the trace's own EP size; its spare slots are 0 if copies do not pay.
         best_of_ep: the same for every EP size.
         losing_layers: layers of the trace that the best setting makes slower.
+        cost_model: what ``Time`` was tried with.
     """
 
     trials: tuple[Trial, ...]
     best: Trial
     best_of_ep: tuple[Trial, ...]
     losing_layers: tuple[int, ...]
+    cost_model: CostModel
 
 
 def advise(request: Request, sizes: Sequence[int], report: Report | None = None) -> Advice:
@@ -86,13 +89,17 @@ def advise(request: Request, sizes: Sequence[int], report: Report | None = None)
     best_of_ep = tuple(_best([trial for trial in trials if trial.ep == ep]) for ep in groups)
     best = best_of_ep[0]
     losing = tuple(layer for layer, speedup in enumerate(best.result.layer_speedups) if speedup < 1)
-    return Advice(tuple(trials), best, best_of_ep, losing)
+    return Advice(tuple(trials), best, best_of_ep, losing, _cost_model(request))
+
+
+def _cost_model(request: Request) -> CostModel:
+    model = LayerModel(request.cluster, request.model, request.topology, request.setting)
+    return model.cost_model(round(request.tokens))
 
 
 def _objectives(request: Request) -> dict[str, Objective]:
-    model = LayerModel(request.cluster, request.model, request.topology, request.setting)
     return {
-        "Time(cost_model)": Time(model.cost_model(round(request.tokens))),
+        "Time(cost_model)": Time(_cost_model(request)),
         "Balance(0.01)": Balance(0.01),
         "Balance(0.05)": Balance(0.05),
         "Even()": Even(),
