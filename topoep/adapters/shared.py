@@ -54,14 +54,18 @@ class BalancerOptions:
 def shared_balancer(
     group: dist.ProcessGroup, num_experts: int, options: BalancerOptions
 ) -> Balancer:
-    """The balancer of all layers with this group, number of experts and options.
+    """The balancer of all layers with this group, number of experts and options. Collective.
 
-    Made on the first call, which is a collective over the group; lives as long as a layer uses it.
+    Lives as long as a layer uses it.
     """
     # A balancer keeps its group, so the group's id is not given to another one meanwhile.
-    key = id(group), num_experts, options
+    key = id(group), num_experts, repr(options)
     balancer = _balancers.get(key)
-    if balancer is None:
+    # Whether it still lives depends on when a rank's garbage collector has run, and making one is
+    # collective: all make a new one unless all have it.
+    answers = [(0, "", False)] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (*key[1:], balancer is not None), group)
+    if balancer is None or any(answer != answers[0] for answer in answers):
         topology = options.topology
         balancer = Balancer(
             Topology.from_group(group) if topology is None else topology,

@@ -94,15 +94,21 @@ class LayerCopies:
         home_hidden, guest_hidden = split_rows(hidden, home_rows)
         home_probs, guest_probs = split_rows(probs, home_rows)
         lease, guests = self._fetch(routed)
-        home_y, bias = compute(home_hidden, home_counts, home_probs)
-        lease.wait()
-        if self._guests.training != self._home[0][0].owner.training:
-            self._guests.train(self._home[0][0].owner.training)
-        guest_y, _ = self._guests(guest_hidden, guest_counts, guest_probs)
-        self._leave_places()
-        y = join_rows(home_y, guest_y)
-        lease.end_use()
-        (y,) = release([lease], guests, [y], self._balancer.replica_policy == "refetch")
+        try:
+            home_y, bias = compute(home_hidden, home_counts, home_probs)
+            lease.wait()
+            if self._guests.training != self._home[0][0].owner.training:
+                self._guests.train(self._home[0][0].owner.training)
+            guest_y, _ = self._guests(guest_hidden, guest_counts, guest_probs)
+            self._leave_places()
+            y = join_rows(home_y, guest_y)
+            lease.end_use()
+            (y,) = release([lease], guests, [y], self._balancer.replica_policy == "refetch")
+        except BaseException:
+            # The step may be given up and the next one tried: nothing may hold on to the slots.
+            self._leave_places()
+            lease.released = True
+            raise
         return y, bias
 
     def _fetch(self, routed: Routed) -> tuple[RowsLease, tuple[Tensor, ...]]:
