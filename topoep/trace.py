@@ -278,7 +278,6 @@ _DAMAGED = (
     EOFError,
     KeyError,
     MemoryError,
-    NotImplementedError,
     RuntimeError,
 )
 
