@@ -16,7 +16,7 @@ copies are gone by the time its backward runs, and are fetched again. Four parts
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -119,17 +119,7 @@ class Lease:
         self._fill = -1  # the fill that this lease's users see
 
     def _identity(self) -> object:
-        # The storage, not the address: FSDP frees a parameter's memory between forward and backward
-        # and gathers the same values into the same storage again, perhaps elsewhere.
-        return tuple(
-            (
-                t.untyped_storage()._cdata,
-                t.storage_offset(),
-                0 if t.is_inference() else t._version,
-            )
-            for tensors in self.weights
-            for t in tensors
-        )
+        return identity_of(t for tensors in self.weights for t in tensors)
 
     def take(self) -> list[Weights]:
         """Starts to fill the buffer and hands out aliases of it.
@@ -277,6 +267,18 @@ def find_twin(plan: Plan, weights: Sequence[Weights]) -> Lease | None:
     shapes = shapes_of(weights)
     alike = [lease for lease in plan.usage.forward.alive() if shapes_of(lease.weights) == shapes]
     return alike[0] if len(alike) == 1 else None
+
+
+def identity_of(tensors: Iterable[Tensor]) -> object:
+    """Equal for tensors of the same memory that have not been written to in between.
+
+    The storage, not the address: FSDP frees a parameter's memory between forward and backward and
+    gathers the same values into the same storage again, perhaps elsewhere.
+    """
+    return tuple(
+        (t.untyped_storage()._cdata, t.storage_offset(), 0 if t.is_inference() else t._version)
+        for t in tensors
+    )
 
 
 def shapes_of(weights: Sequence[Weights]) -> object:

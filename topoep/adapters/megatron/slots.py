@@ -13,7 +13,7 @@ from topoep.adapters.megatron.routing import Routed
 from topoep.balancer import Balancer
 from topoep.plan import Plan
 from topoep.recompute import in_backward
-from topoep.replicas import BufferPool, Lease, SlotBuffer
+from topoep.replicas import BufferPool, Lease, SlotBuffer, identity_of
 from topoep.transports.base import Pending, Weights
 
 #: Transports that read the plan on the host anyway; with the others that would mean waiting for it.
@@ -105,11 +105,7 @@ class RowsLease(Lease):
             routed.lease = weakref.ref(self)
 
     def _identity(self) -> object:
-        return tuple(
-            (t.untyped_storage()._cdata, t.storage_offset(), 0 if t.is_inference() else t._version)
-            for rows in self._homes
-            for t in rows
-        )
+        return identity_of(t for rows in self._homes for t in rows)
 
     def _fetch(self) -> None:
         self.memory.sending.wait()
