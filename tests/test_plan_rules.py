@@ -526,9 +526,9 @@ def test_statistics_say_what_the_plan_is(plan: Plan) -> None:
     assert stats["imbalance"] >= 1.0 - 1e-12
 
 
-def alone(case: Case, candidate: Candidate) -> Plan:
-    """The plan of one candidate, or the empty plan where it does not lower the largest load."""
-    return solved(case, Even(), [candidate])
+def alone(case: Case, objective: Objective, candidate: Candidate) -> Plan:
+    """The plan of one candidate, or the empty plan where the objective prefers it."""
+    return solved(case, objective, [candidate])
 
 
 @settings(max_examples=examples(60))
@@ -544,7 +544,7 @@ def test_the_tolerance_is_kept_by_the_fewest_copies_if_any_candidate_keeps_it(
     objective = Balance(tolerance, weight)
     plan = solved(case, objective, candidates)
     tried = default_candidates(objective) if candidates is None else candidates
-    every = [alone(case, candidate) for candidate in (Candidate("none"), *tried)]
+    every = [alone(case, objective, candidate) for candidate in (Candidate("none"), *tried)]
     allowed = within(stat(plan, "tokens"), case.num_ranks, round(tolerance * 10**6))
     reached = [stat(p, "max_load") for p in every]
     if min(reached) <= allowed:
@@ -565,7 +565,7 @@ def test_the_tolerance_is_kept_by_the_fewest_copies_if_any_candidate_keeps_it(
 def test_even_takes_the_least_largest_load(case: Case, weight: int) -> None:
     objective = Even(weight)
     plan = solved(case, objective)
-    every = [alone(case, candidate) for candidate in default_candidates(objective)]
+    every = [alone(case, objective, candidate) for candidate in default_candidates(objective)]
     least = min(stat(p, "max_load") for p in every)
     assert stat(plan, "max_load") == least
     copies = [

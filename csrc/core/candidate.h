@@ -60,7 +60,9 @@ struct Candidate {
     uint16_t* import_expert;  // [R * S]
     int32_t* excess;          // [R] tokens that a rank still has to give away in this step
     uint32_t* near_node;      // [N / 32] bit set: the step prefers this node
-    uint64_t* spare;          // [E] room of all holders of an expert, while copies are dropped
+    uint64_t* reach;          // [R] tokens that a rank can take or pass on (drop_copies.h)
+    uint64_t* far_reach;      // [R] tokens that it can give to such a rank
+    uint32_t* claim;          // [R] the copy that may be dropped with a change of this rank
     Traffic traffic;
     Transport transport;
     uint32_t* steps;  // [4] dependent steps: nodes, slowest node, last resort, dropping
@@ -107,7 +109,9 @@ TOPOEP_HD size_t bind_phases(const Shape& shape, Arena arena, Candidate& c) {
     c.import_expert = arena.take<uint16_t>(shape.num_spare());
     size_t end = arena.used();
     arena.rewind(begin);
-    c.spare = arena.take<uint64_t>(shape.num_experts);  // dropping copies
+    c.reach = arena.take<uint64_t>(shape.num_ranks);  // dropping copies
+    c.far_reach = arena.take<uint64_t>(shape.num_ranks);
+    c.claim = arena.take<uint32_t>(shape.num_ranks);
     end = arena.used() > end ? arena.used() : end;
     arena.rewind(begin);
     c.traffic.tokens_out = arena.take<uint64_t>(shape.num_nodes);  // predicting the time

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Step three of a candidate: remove copies that the others make superfluous. A copy goes when the
-// other holders of its expert have room for its tokens below the load the plan has anyway. Copies
-// are tested all at once; the one with the fewest tokens (then lower expert, then lower rank) is
-// removed, and the test repeats until none can go.
+// Step three of a candidate: remove copies that the others make superfluous. The tokens of a copy
+// go back to the home rank of its expert, which passes what it has no room for on: to a rank that
+// shares an expert with it and has room, or to one that can pass as much on in turn. Copies are
+// tested all at once, each for the widest such way; of those whose ways cross the one with the
+// fewest tokens goes, all others at the same time, and the test repeats until none can go. (An exact
+// search, by maximum flow, removes little more.)
 #pragma once
 
 #include "core/candidate.h"
@@ -22,99 +24,187 @@ TOPOEP_HD int32_t room_below(const Candidate& c, int32_t limit, int p) {
     return max32(limit - c.load[p], 0);
 }
 
-// spare[e] = room below `limit` of all holders of e, its home included.
-template <class Team>
-TOPOEP_TEAM void sum_spare(const Team& team, Candidate& c, int32_t limit) {
-    for (int e = team.lane(); e < c.shape.num_experts; e += team.size()) {
-        c.spare[e] = static_cast<uint64_t>(room_below(c, limit, c.home_rank(e)));
-    }
-    team.sync();
-    for (int i = team.lane(); i < c.shape.num_spare(); i += team.size()) {
-        if (c.slot_expert[i] != kNoExpert) {
-            team.add(&c.spare[c.slot_expert[i]],
-                     static_cast<uint64_t>(room_below(c, limit, i / c.shape.spare_slots)));
-        }
-    }
-    team.sync();
+// How many tokens a rank can take or give in one piece, and the copy along which; kOwnRoom: none is
+// needed. Packed so that more tokens are larger, then own room, then the lower slot.
+constexpr int kOwnRoom = -1;
+
+TOPOEP_HD uint64_t pack_reach(int32_t tokens, int slot) {
+    return uint64_t{static_cast<uint32_t>(tokens)} << 16 | static_cast<uint64_t>(0xfffe - slot);
+}
+TOPOEP_HD int32_t reach_tokens(uint64_t reach) {
+    return static_cast<int32_t>(reach >> 16);
+}
+TOPOEP_HD int reach_slot(uint64_t reach) {
+    return 0xfffe - static_cast<int>(reach & 0xffff);
 }
 
-// The slot of the copy to remove next, or -1.
-template <class Team>
-TOPOEP_TEAM int superfluous_copy(const Team& team, const Candidate& c, int32_t limit) {
-    uint64_t best = kNothing;  // tokens 31 bits, expert 12 bits, slot 14 bits
+// Tokens can move both ways along a copy: from its expert's home all but the last, and from the
+// copy all that it serves.
+template <class Team, class Room>
+TOPOEP_TEAM void raise_reach(const Team& team, const Candidate& c, uint64_t* reach, Room&& room) {
     for (int i = team.lane(); i < c.shape.num_spare(); i += team.size()) {
         const int expert = c.slot_expert[i];
-        if (expert == kNoExpert) {
+        if (expert != kNoExpert) {
+            const int home = c.home_rank(expert);
+            const int rank = i / c.shape.spare_slots;
+            team.raise(&reach[home], pack_reach(min32(c.home[expert] - 1, room(rank)), i));
+            team.raise(&reach[rank], pack_reach(min32(c.slot_tokens[i], room(home)), i));
+        }
+    }
+    team.sync();
+}
+
+// reach[p]: what p can take, passing it on once if it has to. far_reach[p]: what p can give to a
+// rank that can take it so.
+template <class Team>
+TOPOEP_TEAM void find_reach(const Team& team, Candidate& c, int32_t limit) {
+    for (int p = team.lane(); p < c.shape.num_ranks; p += team.size()) {
+        c.reach[p] = pack_reach(room_below(c, limit, p), kOwnRoom);
+        c.far_reach[p] = 0;
+        c.claim[p] = 0;
+    }
+    team.sync();
+    raise_reach(team, c, c.reach, [&](int p) { return room_below(c, limit, p); });
+    raise_reach(team, c, c.far_reach, [&](int p) { return reach_tokens(c.reach[p]); });
+}
+
+// Where the tokens of a copy go if it is dropped.
+struct Way {
+    bool exists;
+    int home;
+    int32_t over;   // tokens that the home rank passes on
+    int hops;       // 0 to 2
+    int slot[2];    // the copy along which they move
+    int to[2];      // the rank at its other end
+};
+
+// Reading `slot_expert` of rank p only.
+TOPOEP_HD int other_end(const Candidate& c, int slot, int p) {
+    const int rank = slot / c.shape.spare_slots;
+    return rank == p ? c.home_rank(c.slot_expert[slot]) : rank;
+}
+
+// The way for the tokens of the copy in `slot`. No state of a rank p is looked at unless may_read(p).
+template <class MayRead>
+TOPOEP_HD Way find_way(const Candidate& c, int32_t limit, int slot, MayRead&& may_read) {
+    Way way{false, -1, 0, 0, {-1, -1}, {-1, -1}};
+    if (!may_read(slot / c.shape.spare_slots) || c.slot_expert[slot] == kNoExpert) {
+        return way;
+    }
+    way.home = c.home_rank(c.slot_expert[slot]);
+    if (!may_read(way.home)) {
+        return way;
+    }
+    way.over = c.slot_tokens[slot] - room_below(c, limit, way.home);
+    uint64_t reach = c.far_reach[way.home];
+    for (int from = way.home; way.over > 0;) {
+        const int next = reach_slot(reach);
+        if (reach_tokens(reach) < way.over || next == slot) {
+            return way;
+        }
+        const int to = other_end(c, next, from);
+        if (to == way.home || !may_read(to)) {
+            return way;
+        }
+        way.slot[way.hops] = next;
+        way.to[way.hops++] = to;
+        if (room_below(c, limit, to) >= way.over) {
+            break;
+        }
+        from = to;
+        reach = c.reach[to];
+    }
+    way.exists = true;
+    return way;
+}
+
+// The right to change a rank goes to the copy with the fewest tokens (all from 2^18 - 1 on count as
+// equal), then the lower slot.
+constexpr int kSlotBits = 14;
+static_assert(kMaxRanks * kMaxSpareSlots <= 1 << kSlotBits, "a claim holds any slot");
+
+TOPOEP_HD uint32_t pack_claim(int32_t tokens, int slot) {
+    constexpr int32_t kMost = (1 << (32 - kSlotBits)) - 1;
+    return ~(static_cast<uint32_t>(min32(tokens, kMost)) << kSlotBits |
+             static_cast<uint32_t>(slot));
+}
+TOPOEP_HD int claim_slot(uint32_t claim) {
+    return static_cast<int>(~claim & ((1u << kSlotBits) - 1));
+}
+
+// Claims the ranks that dropping each copy would change; returns whether any can be dropped.
+template <class Team>
+TOPOEP_TEAM bool claim_ranks(const Team& team, Candidate& c, int32_t limit) {
+    uint64_t found = kNothing;
+    for (int i = team.lane(); i < c.shape.num_spare(); i += team.size()) {
+        const Way way = find_way(c, limit, i, [](int) { return true; });
+        if (way.exists) {
+            const uint32_t claim = pack_claim(c.slot_tokens[i], i);
+            team.raise(&c.claim[i / c.shape.spare_slots], claim);
+            team.raise(&c.claim[way.home], claim);
+            for (int hop = 0; hop < way.hops; ++hop) {
+                team.raise(&c.claim[way.to[hop]], claim);
+            }
+            found = 0;
+        }
+    }
+    found = team.min(found);
+    team.sync();
+    return found != kNothing;
+}
+
+TOPOEP_HD void close_copy(Candidate& c, int slot) {
+    c.slot_expert[slot] = kNoExpert;
+    c.slot_tokens[slot] = 0;
+    c.free[slot / c.shape.spare_slots] += 1;
+}
+
+// A copy that has nothing left to serve is closed too.
+TOPOEP_HD void move_along(Candidate& c, int slot, int from, int to, int32_t tokens) {
+    const int expert = c.slot_expert[slot];
+    const int32_t to_copy = c.home_rank(expert) == from ? tokens : -tokens;
+    c.home[expert] -= to_copy;
+    c.slot_tokens[slot] += to_copy;
+    c.load[from] -= tokens;
+    c.load[to] += tokens;
+    if (c.slot_tokens[slot] == 0) {
+        close_copy(c, slot);
+    }
+}
+
+// Drops every copy that holds the claim of all ranks of its way. Such ways have no rank in common,
+// so lanes that change ranks and lanes that look for their way do not meet.
+template <class Team>
+TOPOEP_TEAM void drop_claimed(const Team& team, Candidate& c, int32_t limit) {
+    for (int i = team.lane(); i < c.shape.num_spare(); i += team.size()) {
+        const Way way = find_way(
+            c, limit, i, [&](int p) { return c.claim[p] != 0 && claim_slot(c.claim[p]) == i; });
+        if (!way.exists) {
             continue;
         }
-        const uint64_t others =
-            c.spare[expert] - static_cast<uint64_t>(room_below(c, limit, i / c.shape.spare_slots));
-        if (others >= static_cast<uint64_t>(c.slot_tokens[i])) {
-            best = min64(best, uint64_t{static_cast<uint32_t>(c.slot_tokens[i])} << 32 |
-                                   static_cast<uint64_t>(expert) << 16 | static_cast<uint64_t>(i));
+        const int32_t tokens = c.slot_tokens[i];
+        c.home[c.slot_expert[i]] += tokens;
+        c.load[way.home] += tokens;
+        c.load[i / c.shape.spare_slots] -= tokens;
+        close_copy(c, i);
+        for (int hop = 0, from = way.home; hop < way.hops; from = way.to[hop++]) {
+            move_along(c, way.slot[hop], from, way.to[hop], way.over);
         }
-    }
-    best = team.min(best);
-    return best == kNothing ? -1 : static_cast<int>(best & 0xffff);
-}
-
-// The slot after `previous` (in slot order) that holds `expert` on a rank with room, or -1.
-template <class Team>
-TOPOEP_TEAM int next_holder(const Team& team, const Candidate& c, int32_t limit, int expert,
-                            int previous) {
-    uint64_t best = kNothing;
-    for (int i = previous + 1 + team.lane(); i < c.shape.num_spare(); i += team.size()) {
-        if (c.slot_expert[i] == expert && room_below(c, limit, i / c.shape.spare_slots) > 0) {
-            best = static_cast<uint64_t>(i);
-            break;  // larger i of this lane cannot be the next
-        }
-    }
-    best = team.min(best);
-    return best == kNothing ? -1 : static_cast<int>(best);
-}
-
-// Empties the slot and gives its tokens to the home rank first, then to the holders in rank order.
-template <class Team>
-TOPOEP_TEAM void remove_copy(const Team& team, Candidate& c, int32_t limit, int slot) {
-    const int expert = c.slot_expert[slot];
-    const int32_t removed = c.slot_tokens[slot];
-    const int rank = slot / c.shape.spare_slots;
-    const int32_t to_home = min32(removed, room_below(c, limit, c.home_rank(expert)));
-    int32_t tokens = removed - to_home;
-    team.sync();
-    if (team.lane() == 0) {
-        c.slot_expert[slot] = kNoExpert;
-        c.slot_tokens[slot] = 0;
-        c.free[rank] += 1;
-        c.load[rank] -= removed;
-        c.load[c.home_rank(expert)] += to_home;
-        c.home[expert] += to_home;
     }
     team.sync();
-    for (int i = -1; tokens > 0;) {
-        i = next_holder(team, c, limit, expert, i);
-        const int32_t part = min32(tokens, room_below(c, limit, i / c.shape.spare_slots));
-        tokens -= part;
-        team.sync();
-        if (team.lane() == 0) {
-            c.slot_tokens[i] += part;
-            c.load[i / c.shape.spare_slots] += part;
-        }
-        team.sync();
-    }
 }
 
-// Returns the number of dependent steps taken. Does not keep `order` up to date.
+// Returns the number of dependent steps taken. `allowed` is a rank load that costs the objective
+// nothing. Does not keep `order` up to date.
 template <class Team>
-TOPOEP_TEAM int drop_copies(const Team& team, Candidate& c) {
-    const int32_t limit = max32(c.cap, max_load(team, c));
+TOPOEP_TEAM int drop_copies(const Team& team, int32_t allowed, Candidate& c) {
+    const int32_t limit = max32(max32(c.cap, allowed), max_load(team, c));
     for (int steps = 1;; ++steps) {
-        sum_spare(team, c, limit);
-        const int slot = superfluous_copy(team, c, limit);
-        if (slot < 0) {
+        find_reach(team, c, limit);
+        if (!claim_ranks(team, c, limit)) {
             return steps;
         }
-        remove_copy(team, c, limit, slot);
+        drop_claimed(team, c, limit);
     }
 }
 

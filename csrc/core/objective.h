@@ -34,6 +34,11 @@ TOPOEP_HD int32_t load_within(int64_t tokens, int64_t ranks, int64_t ppm) {
     return static_cast<int32_t>(min64(max64(mean_up, allowed), int64_t{INT32_MAX}));
 }
 
+// The rank load below which the objective does not ask for less.
+TOPOEP_HD int32_t allowed_load(const Objective& objective, int64_t tokens, int64_t ranks) {
+    return objective.kind == kBalance ? load_within(tokens, ranks, objective.tolerance_ppm) : 0;
+}
+
 // The cap on rank load that a candidate asks for.
 TOPOEP_HD int32_t candidate_cap(const Shape& shape, const TopologyView& topology,
                                 const Workload& work, const CandidateSpec& spec) {
@@ -100,7 +105,7 @@ TOPOEP_HD uint64_t plan_key(const Shape& shape, const Objective& objective, int6
     const uint64_t load = static_cast<uint64_t>(outcome.max_load);
     const bool within =
         objective.kind == kBalance &&
-        outcome.max_load <= load_within(total_tokens, shape.num_ranks, objective.tolerance_ppm);
+        outcome.max_load <= allowed_load(objective, total_tokens, shape.num_ranks);
     constexpr uint64_t kNotWithinBit = uint64_t{1} << 62;
     return within ? weighted << 31 | load : kNotWithinBit | load << 26 | weighted;
 }

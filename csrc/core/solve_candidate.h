@@ -63,7 +63,9 @@ TOPOEP_TEAM void make_copies(const Group& group, const Objective& objective, con
         }
     }
     group.one([&](const auto& team) { count_steps(team, &c.steps[2], refine_cluster(team, c)); });
-    group.one([&](const auto& team) { count_steps(team, &c.steps[3], drop_copies(team, c)); });
+    const int32_t allowed = allowed_load(objective, total_tokens, c.shape.num_ranks);
+    group.one(
+        [&](const auto& team) { count_steps(team, &c.steps[3], drop_copies(team, allowed, c)); });
 }
 
 template <class Group>

@@ -35,6 +35,9 @@ struct SerialTeam {
     void raise(uint32_t* target, uint32_t value) const {
         *target = *target < value ? value : *target;
     }
+    void raise(uint64_t* target, uint64_t value) const {
+        *target = *target < value ? value : *target;
+    }
     void set_bits(uint32_t* word, uint32_t bits) const { *word |= bits; }
 };
 

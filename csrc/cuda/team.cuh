@@ -51,6 +51,10 @@ struct DeviceAccumulation {
                   static_cast<unsigned long long>(value));
     }
     __device__ void raise(uint32_t* target, uint32_t value) const { atomicMax(target, value); }
+    __device__ void raise(uint64_t* target, uint64_t value) const {
+        atomicMax(reinterpret_cast<unsigned long long*>(target),
+                  static_cast<unsigned long long>(value));
+    }
     __device__ void set_bits(uint32_t* word, uint32_t bits) const { atomicOr(word, bits); }
 };
 

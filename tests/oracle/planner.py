@@ -20,6 +20,7 @@ Counts = Sequence[Sequence[int]]
 PARTS_PER_MILLION = 1_000_000
 SAVED_ROOM_LIMIT = 2**22 - 1
 NEVER_LOCAL = 2**31 - 1
+MOST_CLAIMED = 2**18 - 1
 
 
 # ---- what goes in and comes out ------------------------------------------------------------------
@@ -606,40 +607,116 @@ def refine(
 
 # ---- section 6, step D: drop superfluous copies --------------------------------------------------
 
+Slot = tuple[int, int]  # position and number; a smaller pair is a lower slot
 
-def drop_superfluous_copies(state: State) -> None:
-    limit = max(state.cap, *state.load)
 
-    def others(expert: int, position: int) -> list[int]:
-        """The home rank, then the other holders by ascending position."""
-        copies = sorted(p for p in holders[expert] if p != position)
-        return [state.layout.home_position(expert), *copies]
+class Way(NamedTuple):
+    """Where the tokens of a copy would go."""
 
+    over: int
+    positions: list[int]  # home, and where `over` is passed on to
+    slots: list[Slot]  # of the copies along which it is
+
+
+@dataclass
+class Edge:
+    """A copy as a link between the rank that holds it and the home of its expert."""
+
+    expert: int
+    rank: int
+    home: int
+
+    def end(self, p: int) -> int:
+        return self.home if p == self.rank else self.rank
+
+
+class Dropping:
+    """State of step D; a position's copies are numbered in the order in which they were made."""
+
+    def __init__(self, state: State, allowed: int) -> None:
+        self.state = state
+        self.limit = max(state.cap, allowed, *state.load)
+        self.edges: dict[Slot, Edge] = {}
+        for expert, p in state.copies:
+            number = sum(slot[0] == p for slot in self.edges)
+            self.edges[p, number] = Edge(expert, p, state.layout.home_position(expert))
+
+    def room(self, p: int) -> int:
+        return max(self.limit - self.state.load[p], 0)
+
+    def movable(self, slot: Slot, p: int) -> int:
+        """What can leave p along a copy."""
+        edge = self.edges[slot]
+        if p == edge.home:
+            return self.state.home[edge.expert] - 1
+        return self.state.copies[edge.expert, edge.rank]
+
+    def best_hop(self, p: int, takes: Callable[[int], int]) -> tuple[int, Slot | None]:
+        """The most that p can give along one copy to a rank that takes it, and the copy."""
+        hops = [
+            (min(self.movable(slot, p), takes(edge.end(p))), slot)
+            for slot, edge in self.edges.items()
+            if p in (edge.rank, edge.home)
+        ]
+        return min(hops, key=lambda hop: (-hop[0], hop[1]), default=(0, None))
+
+    def reach(self, p: int) -> tuple[int, Slot | None]:
+        """What p can take, and the copy along which it passes it on."""
+        given, slot = self.best_hop(p, self.room)
+        return (given, slot) if given > self.room(p) else (self.room(p), None)
+
+    def way(self, slot: Slot, reach: Sequence[tuple[int, Slot | None]]) -> Way | None:
+        edge = self.edges[slot]
+        h = edge.home
+        over = self.state.copies[edge.expert, edge.rank] - self.room(h)
+        if over <= 0:
+            return Way(over, [h], [])
+        given, first = self.best_hop(h, lambda p: reach[p][0])
+        if given < over or first is None or first == slot:
+            return None
+        to = self.edges[first].end(h)
+        if self.room(to) >= over:
+            return Way(over, [h, to], [first])
+        second = reach[to][1]
+        assert second is not None
+        last = self.edges[second].end(to)
+        return None if last == h or second == slot else Way(over, [h, to, last], [first, second])
+
+    def drop(self, slot: Slot, way: Way) -> None:
+        edge = self.edges[slot]
+        tokens = self.state.copies[edge.expert, edge.rank]
+        self._change(slot, -tokens)
+        for p, hop in zip(way.positions, way.slots, strict=False):
+            self._change(hop, way.over if p == self.edges[hop].home else -way.over)
+
+    def _change(self, slot: Slot, tokens: int) -> None:
+        """The copy serves so many tokens more, and its home so many less."""
+        edge = self.edges[slot]
+        self.state.copies[edge.expert, edge.rank] += tokens
+        self.state.load[edge.rank] += tokens
+        self.state.take_from_home(edge.expert, tokens)
+        if self.state.copies[edge.expert, edge.rank] == 0:
+            del self.state.copies[edge.expert, edge.rank]
+            del self.edges[slot]
+
+
+def drop_superfluous_copies(state: State, allowed: int) -> None:
+    dropping = Dropping(state, allowed)
     while True:
         state.steps += 1
-        holders: dict[int, list[int]] = {}
-        for expert, position in state.copies:
-            holders.setdefault(expert, []).append(position)
-        fits = [
-            (q, expert, position)
-            for (expert, position), q in state.copies.items()
-            if q <= sum(max(limit - state.load[p], 0) for p in others(expert, position))
-        ]
-        if not fits:
+        reach = [dropping.reach(p) for p in range(len(state.load))]
+        ways = {s: w for s in dropping.edges if (w := dropping.way(s, reach)) is not None}
+        if not ways:
             return
-        q, expert, position = min(fits)
-        takers = others(expert, position)
-        del state.copies[expert, position]
-        state.load[position] -= q
-        for p in takers:
-            m = min(q, max(limit - state.load[p], 0))
-            q -= m
-            if p == state.layout.home_position(expert):
-                state.give_to_home(expert, m)
-            else:
-                state.copies[expert, p] += m
-                state.load[p] += m
-        assert q == 0
+        tokens = {s: state.copies[e.expert, e.rank] for s, e in dropping.edges.items()}
+        claims: dict[int, list[tuple[int, Slot]]] = {}
+        for slot, way in ways.items():
+            for p in {slot[0], *way.positions}:
+                claims.setdefault(p, []).append((min(tokens[slot], MOST_CLAIMED), slot))
+        first = {p: min(claim)[1] for p, claim in claims.items()}
+        for slot, way in ways.items():
+            if all(first[p] == slot for p in {slot[0], *way.positions}):
+                dropping.drop(slot, way)
 
 
 # ---- a candidate ---------------------------------------------------------------------------------
@@ -659,8 +736,15 @@ def steps_b(state: State, imports: dict[int, list[Import]]) -> None:
         state.give_to_home(entry.expert, entry.tokens)
 
 
+def allowed_load(objective: Objective, load: Sequence[int]) -> int:
+    """A rank load that costs the objective nothing."""
+    if objective.kind == "balance":
+        return within(sum(load), len(load), objective.tolerance)
+    return 0
+
+
 def solve_candidate(
-    counts: Counts, layout: Layout, cap_text: str, policy_text: str, costs: Costs | None
+    counts: Counts, layout: Layout, cap_text: str, policy_text: str, objective: Objective
 ) -> Solved:
     """Sections 3 to 6 for one (cap, policy) on planner counts."""
     policy = parse_policy(policy_text)
@@ -670,9 +754,9 @@ def solve_candidate(
         if policy.transport:
             match_transport(state)
         elif policy.nodes_first:
-            steps_b(state, place_nodes(state, costs))
+            steps_b(state, place_nodes(state, objective.costs))
         state.steps += refine(state, list(range(layout.num_ranks)), False, [])[1]
-        drop_superfluous_copies(state)
+        drop_superfluous_copies(state, allowed_load(objective, state.load))
     copies = [Copy(e, p, tokens) for (e, p), tokens in sorted(state.copies.items())]
     cap = None if cap_text == "none" else state.cap
     return Solved(cap, copies, state.home, state.load, state.steps, counts)
@@ -699,10 +783,8 @@ def key(
         return int(solved.max_load > empty.max_load), time_of(solved, layout, objective), 0
     pairs = count_pairs(solved.copies, layout)
     weighted = len(solved.copies) + (objective.cross_weight - 1) * pairs
-    if objective.kind == "balance":
-        allowed = within(sum(solved.load), layout.num_ranks, objective.tolerance)
-        if solved.max_load <= allowed:
-            return 0, weighted, solved.max_load
+    if objective.kind == "balance" and solved.max_load <= allowed_load(objective, solved.load):
+        return 0, weighted, solved.max_load
     return 1, solved.max_load, weighted
 
 
@@ -717,7 +799,7 @@ def solve(
     layout = Layout(node_of_rank, len(counts[0]), spare_slots)
     by_position = layout.planner_counts(counts)
     every = [
-        solve_candidate(by_position, layout, *texts, objective.costs)
+        solve_candidate(by_position, layout, *texts, objective)
         for texts in [("none", "F"), *candidates]
     ]
     winner = min(range(len(every)), key=lambda i: (key(every[i], every[0], layout, objective), i))
