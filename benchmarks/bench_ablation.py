@@ -71,7 +71,8 @@ def problems(sizes: Sequence[int], slots: Sequence[int], seeds: Sequence[int]) -
 def weighted(problem: Problem, candidates: Sequence[Candidate], tolerance: float) -> float:
     """Fewest weighted copies within the tolerance; infinite if none is."""
     cap = problem.cap(tolerance)
-    return min((w for load, w in map(problem.solve, candidates) if load <= cap), default=np.inf)
+    found = (problem.solve(candidate, tolerance) for candidate in candidates)
+    return min((weighted for load, weighted, _ in found if load <= cap), default=np.inf)
 
 
 def of_policies(todo: Sequence[Problem], policies: Sequence[str]) -> np.ndarray:

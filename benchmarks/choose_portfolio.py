@@ -47,7 +47,7 @@ from rich.console import Console
 from rich.progress import track
 
 import topoep
-from topoep import Balance, Candidate, Even, ops
+from topoep import Balance, Candidate, ops
 from topoep.portfolio import EMPTY_PLAN, TIME, default_candidates
 
 ALL_POLICIES = (
@@ -55,7 +55,7 @@ ALL_POLICIES = (
     "F",
     "F0",
 )
-TOLERANCES = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.2)
+TOLERANCES = (0.0, 1e-4, 1e-3, 0.002, 0.005, 0.01, 0.02, 0.05, 0.2)
 FACTORS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.5, 2.0, 4.0)
 NODE_FACTORS = (0.5, 1.0)
 ABSOLUTE = (0.05, 0.2, 1.0, 5.0, 20.0)  # percent above the mean
@@ -98,8 +98,11 @@ def balance_pool() -> list[Template]:
     """Everything that is tried."""
     return [
         *(Template("mean", f, p) for f, p in itertools.product(FACTORS, ALL_POLICIES)),
-        *(Template("mean", 1.0, p + "a") for p in ALL_POLICIES if p.startswith("H")),
-        Template("mean", 1.0, "H10120A"),
+        *(
+            Template("mean", 1.0, policy + suffix)
+            for suffix, policy in itertools.product(("a", "A", "w", "aw"), ALL_POLICIES)
+            if policy.startswith("H")
+        ),
         *(Template("node", f, p) for f, p in itertools.product(NODE_FACTORS, ALL_POLICIES)),
         *(Template("fixed", x, p) for x, p in itertools.product(ABSOLUTE, ALL_POLICIES)),
         *(Template("load", k, p) for k, p in itertools.product(LOAD_RANKS, ALL_POLICIES)),
@@ -113,19 +116,20 @@ class Problem:
     cell: tuple[str, str, int, int]  # group, load, R, S
     counts: torch.Tensor
     topology: topoep.Topology
-    found: dict[Candidate, tuple[int, int]]  # max load and weighted copies
+    found: dict[tuple[Candidate, float], tuple[int, int, int]]
 
-    def solve(self, candidate: Candidate) -> tuple[int, int]:
-        """Max load and weighted copies of a candidate's plan, or of none where it is no better."""
-        if candidate not in self.found:
+    def solve(self, candidate: Candidate, tolerance: float) -> tuple[int, int, int]:
+        """Max load, weighted copies and steps of a candidate's plan, or of none if no better."""
+        if (candidate, tolerance) not in self.found:
             packed = [EMPTY_PLAN.pack(), candidate.pack()]
+            objective = Balance(tolerance).to_ints()
             *_, stats = ops.solve(
-                self.counts, self.topology.table(), self.cell[3], packed, Even().to_ints(), -1
+                self.counts, self.topology.table(), self.cell[3], packed, objective, -1
             )
             named = dict(zip(ops.STAT_NAMES, stats.tolist(), strict=True))
             weighted = named["copies"] + 2 * named["cross_node_copies"]
-            self.found[candidate] = (named["max_load"], weighted)
-        return self.found[candidate]
+            self.found[candidate, tolerance] = (named["max_load"], weighted, named["steps"])
+        return self.found[candidate, tolerance]
 
     def cap(self, tolerance: float) -> int:
         """The largest load within the tolerance."""
@@ -152,9 +156,11 @@ def solve_balance(max_ranks: int, seed: int) -> Tables:
     rows: dict[str, list[Any]] = defaultdict(list)
     for problem in progress(balance_problems(max_ranks, seed), f"seed {seed}"):
         for tolerance in TOLERANCES:
-            pairs = [problem.solve(template.at(tolerance)) for template in templates]
-            rows["load"].append([pair[0] for pair in pairs])
-            rows["weighted"].append([pair[1] for pair in pairs])
+            found = [problem.solve(template.at(tolerance), tolerance) for template in templates]
+            rows["load"].append(np.array([f[0] for f in found], np.int32))
+            rows["weighted"].append(np.array([f[1] for f in found], np.int32))
+            rows["steps"].append(np.array([f[2] for f in found], np.int16))
+            problem.found.clear()  # caps for another tolerance are other caps
             rows["cap"].append(problem.cap(tolerance))
             rows["cell"].append([str(part) for part in (*problem.cell, tolerance)])
     return {name: np.array(values) for name, values in rows.items()}
@@ -265,14 +271,16 @@ def joined(tables: Sequence[Tables]) -> Tables:
     return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
 
 
-def choose(excess: Floats, length: int, first: Sequence[int] = ()) -> list[int]:
-    """The greedy list, as indices."""
+def choose(
+    excess: Floats, length: int, first: Sequence[int] = (), price: Floats | float = 0.0
+) -> list[int]:
+    """The greedy list, as indices; ``price`` of each is added to the mean excess."""
     chosen = list(first)
     current = np.full(len(excess), NOTHING)
     for index in chosen:
         current = np.minimum(current, excess[:, index])
     while len(chosen) < length:
-        gain = np.minimum(current[:, None], excess).mean(0)
+        gain = np.minimum(current[:, None], excess).mean(0) + price
         gain[chosen] = np.inf
         chosen.append(int(gain.argmin()))
         current = np.minimum(current, excess[:, chosen[-1]])

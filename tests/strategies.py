@@ -326,7 +326,7 @@ PLAIN_POLICIES = (
     "F0",
     *(
         "H" + "".join(digits)
-        for digits in itertools.product("012", "02", "01", "012", "02", ("", "a", "A"))
+        for digits in itertools.product("012", "02", "01", "012", "02", ("", "a", "A", "w", "aw"))
     ),
 )
 LOCAL_POLICIES = tuple(policy + "l" for policy in PLAIN_POLICIES if policy[0] == "H")

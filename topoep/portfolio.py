@@ -75,7 +75,7 @@ class Candidate:
             return (self.policy == "F") << 1
         if self.policy == "T":
             return 1 << 12 | 1 << 1
-        match = re.fullmatch(r"H([012])([02])([01])([012])([02])([aA]?)(l?)", self.policy)
+        match = re.fullmatch(r"H([012])([02])([01])([012])([02])([aA]?)(w?)(l?)", self.policy)
         if not match:
             raise ValueError(f"policy {self.policy!r}: expected 'F', 'F0' or like 'H22112'")
         threshold, exporter, round_up, order, fit = (int(digit) for digit in match.groups()[:5])
@@ -89,7 +89,8 @@ class Candidate:
             | order << 6
             | (fit == 2) << 8
             | affinity << 9
-            | (match[7] == "l") << 11
+            | (match[8] == "l") << 11
+            | (match[7] == "w") << 13
         )
 
 

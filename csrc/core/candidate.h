@@ -63,6 +63,9 @@ struct Candidate {
     uint64_t* reach;          // [R] tokens that a rank can take or pass on (drop_copies.h)
     uint64_t* far_reach;      // [R] tokens that it can give to such a rank
     uint32_t* claim;          // [R] the copy that may be dropped with a change of this rank
+    uint32_t* arrival;        // [R] how a search reached the rank (exchange_copies.h)
+    uint32_t* fresh;          // [R] the same for ranks that the last hop reached
+    int32_t* turn;            // [R * S] tokens that a copy had before exchanges, -1 after its turn
     Traffic traffic;
     Transport transport;
     uint32_t* steps;  // [4] dependent steps: nodes, slowest node, last resort, dropping
@@ -112,6 +115,11 @@ TOPOEP_HD size_t bind_phases(const Shape& shape, Arena arena, Candidate& c) {
     c.reach = arena.take<uint64_t>(shape.num_ranks);  // dropping copies
     c.far_reach = arena.take<uint64_t>(shape.num_ranks);
     c.claim = arena.take<uint32_t>(shape.num_ranks);
+    end = arena.used() > end ? arena.used() : end;
+    arena.rewind(begin);
+    c.arrival = arena.take<uint32_t>(shape.num_ranks);  // exchanging copies
+    c.fresh = arena.take<uint32_t>(shape.num_ranks);
+    c.turn = arena.take<int32_t>(shape.num_spare());
     end = arena.used() > end ? arena.used() : end;
     arena.rewind(begin);
     c.traffic.tokens_out = arena.take<uint64_t>(shape.num_nodes);  // predicting the time

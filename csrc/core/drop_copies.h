@@ -99,7 +99,8 @@ TOPOEP_HD Way find_way(const Candidate& c, int32_t limit, int slot, MayRead&& ma
     uint64_t reach = c.far_reach[way.home];
     for (int from = way.home; way.over > 0;) {
         const int next = reach_slot(reach);
-        if (reach_tokens(reach) < way.over || next == slot) {
+        const bool stay = c.policy.locality;  // tokens were placed where they come from
+        if (reach_tokens(reach) < way.over || next == slot || stay) {
             return way;
         }
         const int to = other_end(c, next, from);
@@ -194,11 +195,9 @@ TOPOEP_TEAM void drop_claimed(const Team& team, Candidate& c, int32_t limit) {
     team.sync();
 }
 
-// Returns the number of dependent steps taken. `allowed` is a rank load that costs the objective
-// nothing. Does not keep `order` up to date.
+// Returns the number of dependent steps taken. Does not keep `order` up to date.
 template <class Team>
-TOPOEP_TEAM int drop_copies(const Team& team, int32_t allowed, Candidate& c) {
-    const int32_t limit = max32(max32(c.cap, allowed), max_load(team, c));
+TOPOEP_TEAM int drop_copies(const Team& team, int32_t limit, Candidate& c) {
     for (int steps = 1;; ++steps) {
         find_reach(team, c, limit);
         if (!claim_ranks(team, c, limit)) {

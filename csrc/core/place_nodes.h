@@ -180,6 +180,15 @@ TOPOEP_TEAM int choose_node(const Team& team, const Candidate& c, const int32_t*
     return node >= 0 ? node : largest_room_node(team, c, exporter);
 }
 
+// The room of the rank that the next import of a node will mostly go to: the least loaded for the
+// first, and so on. More would be cut up inside the node, while here it stays home.
+TOPOEP_HD int32_t room_for_next(const Candidate& c, const Workload& work, int n) {
+    const int next = c.topology.node_begin[n] + c.num_imports[n];
+    const int32_t room =
+        next < c.topology.node_begin[n + 1] ? c.cap - c.load[work.node_order[next]] : 0;
+    return room > 0 ? room : INT32_MAX;
+}
+
 // Appends the share to the importer's list. One lane. A node never imports an expert twice: after a
 // share the exporter is done, or the expert has one token left at home, or the importer is full.
 TOPOEP_HD void record_import(Candidate& c, int importer, int exporter, int expert, int32_t tokens) {
@@ -230,8 +239,9 @@ TOPOEP_TEAM int place_nodes(const Team& team, const Workload& work, const int32_
             }
             continue;
         }
-        const int32_t tokens =
-            static_cast<int32_t>(min64(int64_t{share.tokens}, c.node_room[importer]));
+        const int32_t most = c.policy.whole_rooms ? room_for_next(c, work, importer) : INT32_MAX;
+        const int32_t tokens = static_cast<int32_t>(
+            min64(int64_t{min32(share.tokens, most)}, c.node_room[importer]));
         team.sync();
         if (team.lane() == 0) {
             record_import(c, importer, exporter, share.expert, tokens);

@@ -34,6 +34,7 @@ struct Policy {
     int pair_fit;    // fill two rooms exactly where no single room is large enough
     int affinity;    // Affinity: prefer nodes that many of the expert's tokens come from
     int locality;    // first import experts whose tokens cost more to send than their weights
+    int whole_rooms; // imports are no larger than the room of the rank they will go to
     int transport;   // 1: match_transport.h instead of the steps over nodes and inside them
 };
 
@@ -58,6 +59,7 @@ TOPOEP_HD CandidateSpec unpack_candidate(int64_t packed) {
     spec.policy.affinity = bits >> 9 & 3;
     spec.policy.locality = bits >> 11 & 1;
     spec.policy.transport = bits >> 12 & 1;
+    spec.policy.whole_rooms = bits >> 13 & 1;
     return spec;
 }
 
@@ -66,7 +68,7 @@ TOPOEP_HD bool is_valid_candidate(int64_t packed) {
     const CandidateSpec spec = unpack_candidate(packed);
     const int64_t limit = spec.rule == kAtRankLoad ? kMaxRanks : kMaxPartsPerMillion;
     return packed >= 0 && spec.rule <= kAtRankLoad && spec.value <= limit &&
-           (spec.rule != kAtRankLoad || spec.value >= 1) && (packed & 0xffff) < 1 << 13 &&
+           (spec.rule != kAtRankLoad || spec.value >= 1) && (packed & 0xffff) < 1 << 14 &&
            spec.policy.threshold <= kRoomsWithMargin && spec.policy.item_order <= kSourcesFirst &&
            spec.policy.affinity <= kAffinityAlways;
 }

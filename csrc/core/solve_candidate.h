@@ -8,6 +8,7 @@
 
 #include "core/candidate.h"
 #include "core/drop_copies.h"
+#include "core/exchange_copies.h"
 #include "core/match_transport.h"
 #include "core/objective.h"
 #include "core/place_local.h"
@@ -48,13 +49,12 @@ TOPOEP_TEAM void make_copies(const Group& group, const Objective& objective, con
         count_steps(group.all(), &c.steps[0], steps);
         sort_loads(group.all(), c.shape, c.topology, own);
     } else {
-        const bool local = c.policy.node_step && c.policy.locality && objective.kind == kTime;
-        if (local) {
+        if (c.policy.locality) {
             place_local(group, c, node_tokens, least_local_tokens(c.shape, objective.cost), own);
         }
         if (c.policy.node_step) {
             group.one([&](const auto& team) {
-                const Workload& sorted = local ? own : work;
+                const Workload& sorted = c.policy.locality ? own : work;
                 count_steps(team, &c.steps[0], place_nodes(team, sorted, node_tokens, c));
             });
             group.each(c.shape.num_nodes, [&](const auto& team, int n) {
@@ -63,9 +63,15 @@ TOPOEP_TEAM void make_copies(const Group& group, const Objective& objective, con
         }
     }
     group.one([&](const auto& team) { count_steps(team, &c.steps[2], refine_cluster(team, c)); });
-    const int32_t allowed = allowed_load(objective, total_tokens, c.shape.num_ranks);
-    group.one(
-        [&](const auto& team) { count_steps(team, &c.steps[3], drop_copies(team, allowed, c)); });
+    group.one([&](const auto& team) {
+        const int32_t allowed = allowed_load(objective, total_tokens, c.shape.num_ranks);
+        const int32_t limit = max32(max32(c.cap, allowed), max_load(team, c));
+        int steps = drop_copies(team, limit, c);
+        if (can_exchange(team, c)) {
+            steps += exchange_copies(team, limit, c);
+        }
+        count_steps(team, &c.steps[3], steps);
+    });
 }
 
 template <class Group>
@@ -75,6 +81,7 @@ TOPOEP_TEAM Outcome solve_candidate(const Group& group, const CandidateSpec& spe
     const int64_t total_tokens = work.load_before[c.shape.num_ranks];
     const int32_t max_load_before = work.load[work.by_load[c.shape.num_ranks - 1]];
     c.policy = spec.policy;
+    c.policy.locality &= c.policy.node_step && objective.kind == kTime;
     c.cap = candidate_cap(c.shape, c.topology, work, spec);
     // The lanes have read the loads that the steps below change.
     group.all().sync();

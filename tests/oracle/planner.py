@@ -46,6 +46,7 @@ class Policy(NamedTuple):
     item_order: int = 0
     fit: int = 0
     affinity: str = ""
+    whole_rooms: bool = False
     local: bool = False
     transport: bool = False
 
@@ -197,8 +198,9 @@ def parse_policy(text: str) -> Policy:
         digits[2] == 1,
         digits[3],
         digits[4],
-        affinity=suffix.removesuffix("l"),
-        local=suffix.endswith("l"),
+        affinity="".join(letter for letter in suffix if letter in "aA"),
+        whole_rooms="w" in suffix,
+        local="l" in suffix,
     )
 
 
@@ -395,12 +397,17 @@ def place_nodes(state: State, costs: Costs | None) -> dict[int, list[Import]]:
     """Step A: the import list of every node."""
     layout = state.layout
     imports: dict[int, list[Import]] = {n: [] for n in layout.nodes}
-    if state.policy.local and costs is not None:
+    if state.policy.local:
+        assert costs is not None
         import_local(state, costs, imports)
     smallest = smallest_useful_room(state)
     rooms = {
         n: node_room(state, layout.positions_of_node[n], smallest)
         - sum(entry.tokens for entry in imports[n])
+        for n in layout.nodes
+    }
+    ascending = {
+        n: sorted(layout.positions_of_node[n], key=lambda p: (state.load[p], p))
         for n in layout.nodes
     }
     while min(rooms.values()) < 0:
@@ -419,6 +426,9 @@ def place_nodes(state: State, costs: Costs | None) -> dict[int, list[Import]]:
             rooms[exporter] = 0
             continue
         m = min(tokens, rooms[importer])
+        if state.policy.whole_rooms and len(imports[importer]) < len(ascending[importer]):
+            room = state.cap - state.load[ascending[importer][len(imports[importer])]]
+            m = min(m, room) if room > 0 else m
         imports[importer].append(Import(expert, m))
         state.take_from_home(expert, m)
         rooms[exporter] += m
@@ -671,6 +681,8 @@ class Dropping:
         over = self.state.copies[edge.expert, edge.rank] - self.room(h)
         if over <= 0:
             return Way(over, [h], [])
+        if self.state.policy.local:
+            return None
         given, first = self.best_hop(h, lambda p: reach[p][0])
         if given < over or first is None or first == slot:
             return None
@@ -685,11 +697,11 @@ class Dropping:
     def drop(self, slot: Slot, way: Way) -> None:
         edge = self.edges[slot]
         tokens = self.state.copies[edge.expert, edge.rank]
-        self._change(slot, -tokens)
+        self.serve_more(slot, -tokens)
         for p, hop in zip(way.positions, way.slots, strict=False):
-            self._change(hop, way.over if p == self.edges[hop].home else -way.over)
+            self.serve_more(hop, way.over if p == self.edges[hop].home else -way.over)
 
-    def _change(self, slot: Slot, tokens: int) -> None:
+    def serve_more(self, slot: Slot, tokens: int) -> None:
         """The copy serves so many tokens more, and its home so many less."""
         edge = self.edges[slot]
         self.state.copies[edge.expert, edge.rank] += tokens
@@ -700,8 +712,8 @@ class Dropping:
             del self.edges[slot]
 
 
-def drop_superfluous_copies(state: State, allowed: int) -> None:
-    dropping = Dropping(state, allowed)
+def drop_superfluous_copies(dropping: Dropping) -> None:
+    state = dropping.state
     while True:
         state.steps += 1
         reach = [dropping.reach(p) for p in range(len(state.load))]
@@ -717,6 +729,58 @@ def drop_superfluous_copies(state: State, allowed: int) -> None:
         for slot, way in ways.items():
             if all(first[p] == slot for p in {slot[0], *way.positions}):
                 dropping.drop(slot, way)
+
+
+# ---- section 6b, step E: exchange copies ---------------------------------------------------------
+
+MAX_HOPS = 4
+MAX_PIECES = 8
+
+
+def path_from_home(dropping: Dropping, emptied: Slot) -> list[tuple[int, Slot, int]] | None:
+    """(from, copy, to) of the shortest path that takes tokens of a copy from its home."""
+    load, limit = dropping.state.load, dropping.limit
+    home, own = dropping.edges[emptied].home, emptied[0]
+    if load[home] < limit:
+        return []
+    paths: dict[int, list[tuple[int, Slot, int]]] = {home: []}
+    for _ in range(MAX_HOPS):
+        fresh: dict[int, list[tuple[int, Slot, int]]] = {}
+        for slot in sorted(dropping.edges):
+            edge = dropping.edges[slot]
+            for p in (edge.home, edge.rank):
+                to = edge.end(p)
+                is_new = slot != emptied and p in paths and to not in paths
+                if is_new and dropping.movable(slot, p) > 0:
+                    fresh.setdefault(to, [*paths[p], (p, slot, to)])
+        takers = [p for p in fresh if p == own or load[p] < limit]
+        if takers:
+            return fresh[min(takers)]
+        paths |= fresh
+    return None
+
+
+def exchange_copies(dropping: Dropping) -> None:
+    state = dropping.state
+    turn = {s: state.copies[e.expert, e.rank] for s, e in dropping.edges.items()}
+    for slot in sorted(turn, key=lambda s: (turn[s], s)):
+        if slot not in dropping.edges:
+            continue
+        state.steps += 1
+        for _ in range(MAX_PIECES):
+            path = path_from_home(dropping, slot) if slot in dropping.edges else None
+            if path is None:
+                break
+            state.steps += 1
+            taker = path[-1][2] if path else dropping.edges[slot].home
+            m = dropping.movable(slot, slot[0])
+            if taker != slot[0]:
+                m = min(m, dropping.limit - state.load[taker])
+            for p, hop, _ in path:
+                m = min(m, dropping.movable(hop, p))
+            dropping.serve_more(slot, -m)
+            for p, hop, _ in path:
+                dropping.serve_more(hop, m if p == dropping.edges[hop].home else -m)
 
 
 # ---- a candidate ---------------------------------------------------------------------------------
@@ -748,6 +812,7 @@ def solve_candidate(
 ) -> Solved:
     """Sections 3 to 6 for one (cap, policy) on planner counts."""
     policy = parse_policy(policy_text)
+    policy = policy._replace(local=policy.local and objective.costs is not None)
     state = State(counts, layout, 0, policy)
     if cap_text != "none":
         state.cap = cap_of(cap_text, state.load, layout)
@@ -756,7 +821,10 @@ def solve_candidate(
         elif policy.nodes_first:
             steps_b(state, place_nodes(state, objective.costs))
         state.steps += refine(state, list(range(layout.num_ranks)), False, [])[1]
-        drop_superfluous_copies(state, allowed_load(objective, state.load))
+        dropping = Dropping(state, allowed_load(objective, state.load))
+        drop_superfluous_copies(dropping)
+        if len(state.copies) >= layout.num_ranks and not policy.local:
+            exchange_copies(dropping)
     copies = [Copy(e, p, tokens) for (e, p), tokens in sorted(state.copies.items())]
     cap = None if cap_text == "none" else state.cap
     return Solved(cap, copies, state.home, state.load, state.steps, counts)
