@@ -145,6 +145,16 @@ def test_eplb_without_history_leaves_experts_at_home():
     assert longer["eplb"].microbatches == 8, "steps with a window of history"
 
 
+@pytest.mark.parametrize("name", PLANNERS)
+def test_where_nothing_is_routed_there_are_no_copies(name):
+    made = trace(steps=EPLB_WINDOW + 8)
+    counts = made.counts.copy()
+    counts[0 if name != "eplb" else EPLB_WINDOW :] = 0  # EPLB has a window of tokens to plan from
+    idle = dataclasses.replace(made, counts=counts)
+    result = simulate(request(trace=idle, planners=(name,)))[name]
+    assert (result.copies, result.imbalance, result.activation_bytes) == (0, 1, 0)
+
+
 # ---- results -------------------------------------------------------------------------------------
 
 
@@ -312,6 +322,22 @@ def test_simulate_prints_a_table_and_writes_json_and_pictures(tmp_path, capsys):
     assert imread(tmp_path / "a.png").shape[1] > 1000
     assert run(tmp_path, "simulate", *GENERATED, "--plot", "{t}/a.svg", "--planners", "topoep") == 0
     assert "</svg>" in (tmp_path / "a.svg").read_text()
+
+
+def test_commands_work_on_a_trace_without_tokens(tmp_path, capsys):
+    made = trace(steps=EPLB_WINDOW + 2)
+    empty = dataclasses.replace(made, counts=np.zeros_like(made.counts))
+    empty.save(tmp_path / "empty.npz")
+    options = "--trace {t}/empty.npz --cluster 2xH800 --model {t}/model.json".split()
+    assert run(tmp_path, "simulate", *options, "--json", "{t}/a.json", "--html", "{t}/a.html") == 0
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert [planner["copies"] for planner in content["planners"]] == [0] * len(PLANNERS)
+    assert run(tmp_path, "trace", "plot", "{t}/empty.npz", "-o", "{t}/a.png") == 0
+    capsys.readouterr()
+    assert run(tmp_path, "advise", *options, "--samples", "4") == 0
+    assert "Leave TopoEP off" in capsys.readouterr().out
+    assert run(tmp_path, "simulate", *options, "--tokens", "4") == 1
+    assert "no tokens to scale" in capsys.readouterr().err
 
 
 def test_advise_prints_what_to_set(tmp_path, capsys):
