@@ -27,6 +27,7 @@ import spmd_types._dist  # noqa: E402
 import torchtitan.distributed.parallel_dims as parallel_dims_module  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torchtitan.config import OverrideConfig, apply_overrides  # noqa: E402
+from torchtitan.config.override import parse_cli_imports  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder  # noqa: E402
@@ -42,6 +43,7 @@ from torchtitan.models.qwen3 import _build_qwen3_moe_layers, _debugmodel_moe  # 
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config  # noqa: E402
 
 from topoep.adapters import torchtitan as adapter  # noqa: E402
+from topoep.adapters.options import BalancerOptions  # noqa: E402
 
 EXPERTS, TOP_K, VOCABULARY, WIDTH = 8, 2, 96, 32
 HIDDEN = 64  # a multiple of the vector length: the last rows' silu would be rounded in another way
@@ -462,8 +464,34 @@ def test_a_changed_signature_is_noticed_before_the_model_is_built(monkeypatch, c
         apply_overrides(OverrideConfig(imports=[OVERRIDE]), config_of(1, False))
 
 
-def test_an_unknown_option_is_refused():
-    with pytest.raises(TypeError, match="spare_slot"):
-        apply_overrides(
-            OverrideConfig(imports=[(OVERRIDE, {"spare_slot": 3})]), config_of(1, False)
-        )
+def apply_from_command_line(options: str) -> Any:
+    config = config_of(1, False)
+    apply_overrides(OverrideConfig(imports=parse_cli_imports([f"{OVERRIDE}={options}"])), config)
+    [routed] = [found[1] for found in config.traverse(adapter.BalancedRoutedExperts.Config)]
+    return routed.options
+
+
+def test_options_on_the_command_line_are_objects_in_their_json_form():
+    options = apply_from_command_line(
+        '{"spare_slots": 3, "objective": {"name": "balance", "tolerance": 0.02}, '
+        '"topology": {"num_nodes": 2, "ranks_per_node": 4}, "candidates": [{"cap": "mean+1%"}]}'
+    )
+    assert options == BalancerOptions(
+        spare_slots=3,
+        objective=topoep.Balance(0.02),
+        topology=topoep.Topology(2, 4),
+        candidates=[topoep.Candidate("mean+1%")],
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ('{"spare_slot": 3}', r"torchtitan.balance has no option 'spare_slot' .*'spare_slots'"),
+        ('{"on_plan": "log"}', "on_plan is a str"),
+        ('{"objective": {"name": "balance", "tol": 1}}', "objective 'balance' has no option 'tol'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_when_the_override_is_applied(options, message):
+    with pytest.raises(TypeError, match=message):
+        apply_from_command_line(options)
