@@ -50,10 +50,9 @@ class Recorder:
 
     Which calls belong to one microbatch is told from their order: a step begins when the layer that
     began the last one is called again. A step that an error has ended before every layer was called
-    is left out as a whole, with a warning at the end. Pipelines that alternate
-    between microbatches are recognised, and their n-th call of a layer is step n; if a step of
-    theirs fails, all from then on are left out. Recomputations of activation checkpointing are not
-    recorded a second time.
+    is left out as a whole, with a warning at the end. Pipelines that alternate between microbatches
+    are recognised, and their n-th call of a layer is step n; if a step of theirs fails, all from
+    then on are left out. Recomputations of activation checkpointing are not recorded a second time.
 
     Memory: ``4 * max_steps * layers * E`` bytes for each held rank.
 
@@ -308,10 +307,10 @@ class Recorder:
         if lost:
             named = ", ".join(map(str, lost[:_SHOWN_STEPS])) + ", .." * (len(lost) > _SHOWN_STEPS)
             _logger.warning(
-                "%d steps ended before every recorded layer was called, and are left out of the "
-                "trace: %s",
-                len(lost),
+                "left out of the trace: %s (%d in all), steps that ended before every recorded "
+                "layer was called",
                 named,
+                len(lost),
             )
         if uncertain:
             _logger.warning(
