@@ -25,12 +25,11 @@ from topoep.simulator.advise import advise
 from topoep.simulator.estimate import estimated_seconds
 from topoep.simulator.page import page
 from topoep.simulator.planners import EPLB_WINDOW, PLANNERS, NoCopies, make_planner
+from topoep.simulator.reshape import regroup, rescale
 from topoep.simulator.simulate import (
     Request,
     _history,
     count_copies,
-    regroup,
-    rescale,
     sampled_rows,
     simulate,
 )

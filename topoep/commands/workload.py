@@ -15,8 +15,9 @@ from topoep.simulator.cluster import Cluster
 from topoep.simulator.estimate import estimated_seconds
 from topoep.simulator.model import MODELS, MoEModel
 from topoep.simulator.planners import EPLB_WINDOW
+from topoep.simulator.reshape import rescale
 from topoep.simulator.setting import Setting
-from topoep.simulator.simulate import Request, rescale
+from topoep.simulator.simulate import Request
 from topoep.simulator.workloads import GENERATORS, check_sizes, generate
 from topoep.trace import Trace
 

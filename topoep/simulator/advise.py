@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from topoep.cost_model import CostModel
 from topoep.objective import Balance, Even, Objective, Time
 from topoep.simulator.layer_time import LayerModel
+from topoep.simulator.reshape import regroup
 from topoep.simulator.simulate import (
     PlannerResult,
     Report,
     Request,
-    regroup,
     simulate,
 )
 
@@ -74,7 +74,7 @@ def advise(request: Request, sizes: Sequence[int], report: Report | None = None)
     Args:
         request: its trace, cluster, model, setting and samples are used.
         sizes: EP sizes besides the trace's own. The routing is regrouped for them
-            (:func:`topoep.simulator.simulate.regroup`).
+            (:func:`topoep.simulator.reshape.regroup`).
         report: for a progress display.
     """
     own = request.trace.num_ranks
