@@ -2,7 +2,8 @@
 #   make demo    set up, build, and train a small MoE model with and without TopoEP
 #   make test    set up, build, and run all tests
 # Also: make example-transformers, make example-torchtitan, make example-megatron,
-#       make test-frameworks, make test-slow, make fuzz, make lint, make bench, make clean.
+#       make test-frameworks, make test-slow, make fuzz, make lint, make bench, make bench-full,
+#       make bench-adapters, make clean.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,7 +21,7 @@ TOOLS := numpy setuptools wheel ninja cmake pytest hypothesis scipy rich matplot
 SOURCES := setup.py pyproject.toml tools/toolchain.py $(shell find csrc -type f)
 
 .PHONY: demo test test-slow test-frameworks example-transformers example-torchtitan \
-        example-megatron fuzz lint format bench bench-adapters clean
+        example-megatron fuzz lint format bench bench-full bench-adapters clean
 .DELETE_ON_ERROR:
 
 $(VENV)/tools.stamp: Makefile
@@ -111,10 +112,12 @@ format: $(VENV)/tools.stamp
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
+# What each script measures, and what is not part of these two, is in benchmarks/README.md.
 bench: $(VENV)/build.stamp
-	$(RUN) benchmarks/bench_histogram.py
-	$(RUN) benchmarks/bench_reroute.py
-	$(RUN) benchmarks/bench_solve.py
+	$(RUN) benchmarks/run.py
+
+bench-full: $(VENV)/build.stamp $(VENV)/nvcc.stamp $(VENV)/nccl.stamp
+	$(WITH_NCCL) $(RUN) benchmarks/run.py --full
 
 clean:
 	rm -rf build topoep/_ops*.so

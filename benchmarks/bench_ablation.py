@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from baselines.grid import KINDS, SKEWS, nodes_of
-from bench_quality import print_table
+from baselines.tables import print_table
 from choose_portfolio import ALL_POLICIES, Problem
 from common import RESULTS, machine
 

@@ -56,80 +56,41 @@ def transformers_layer(adapted: bool) -> torch.nn.Module:
 
 
 def torchtitan_layer(adapted: bool) -> torch.nn.Module:
-    import torchtitan.distributed.parallel_dims as parallel_dims
     from torchtitan.config import OverrideConfig, apply_overrides
-    from torchtitan.distributed.utils import set_spmd_backend
-    from torchtitan.models.common.rope import CosSinRoPE
-    from torchtitan.models.qwen3 import _build_qwen3_moe_layers, _debugmodel_moe
     from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
-    parallel_dims.device_type = "cpu"
-    set_spmd_backend("partial_dtensor")
-    config = _debugmodel_moe("flex")
-    config.layers = _build_qwen3_moe_layers(
-        n_layers=1,
-        dim=HIDDEN,
-        n_heads=4,
-        n_kv_heads=4,
-        head_dim=16,
-        moe_hidden_dim=WIDTH,
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        attn_backend="flex",
-        moe_comm_backend="standard",
-        rope=CosSinRoPE.Config(dim=16, max_seq_len=64, theta=10000.0),
-    )
+    from examples.frameworks.torchtitan_on_cpu import dims_on_cpu, small_model
+
+    dims = dims_on_cpu(RANKS, ep=RANKS)
+    config = small_model(layers=1, width=HIDDEN, expert_width=WIDTH, experts=EXPERTS, top_k=TOP_K)
     set_qwen3_sharding_config(config, enable_sp=False, enable_ep=True)
     if adapted:
         override = "topoep.adapters.torchtitan.balance"
         apply_overrides(OverrideConfig(imports=[(override, OPTIONS)]), config)
     layer = config.layers[0].moe.build()
     layer.init_states()
-    layer.parallelize(
-        parallel_dims.ParallelDims(
-            dp_replicate=1,
-            dp_shard=RANKS,
-            cp=1,
-            tp=1,
-            pp=1,
-            ep=RANKS,
-            world_size=RANKS,
-            spmd_backend="partial_dtensor",
-        )
-    )
+    layer.parallelize(dims)
     return layer
 
 
 def megatron_layer(dispatcher: str) -> Builder:
     def build(adapted: bool) -> torch.nn.Module:
         from megatron.core import parallel_state
-        from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-        from megatron.core.transformer.transformer_config import TransformerConfig
 
-        from examples.frameworks.megatron_on_cpu import use_cpu
+        from tests.frameworks import megatron_cpu
         from topoep.adapters.megatron import enable
 
         if not parallel_state.model_parallel_is_initialized():
-            use_cpu()
-            parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
-        config = TransformerConfig(
-            num_layers=1,
+            megatron_cpu.start(RANKS)
+        config = megatron_cpu.config(
+            RANKS,
             hidden_size=HIDDEN,
-            num_attention_heads=4,
             num_moe_experts=EXPERTS,
             moe_router_topk=TOP_K,
             moe_ffn_hidden_size=WIDTH,
-            moe_router_load_balancing_type="none",
             moe_token_dispatcher_type=dispatcher,
-            expert_model_parallel_size=RANKS,
-            gated_linear_unit=True,
-            activation_func=torch.nn.functional.silu,
-            add_bias_linear=False,
-            bias_activation_fusion=False,
-            use_cpu_initialization=True,
         )
-        spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False)
-        layer = spec(config=config, layer_number=1)
+        layer = megatron_cpu.moe_layer(config)
         if adapted:
             enable(layer, **OPTIONS)
         return layer

@@ -29,7 +29,7 @@ import numpy as np
 import optimal
 import torch
 from baselines.grid import KINDS, nodes_of
-from bench_quality import print_table
+from baselines.tables import print_table
 from common import RESULTS, machine
 
 import topoep

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
-from common import RESULTS, lognormal_counts, parse_arguments, report, time_us
+from common import lognormal_counts, parse_arguments, report, target_of, time_us
 
 import topoep
 from topoep.portfolio import default_candidates
@@ -71,7 +73,7 @@ def measure(ranks: int, experts: int, spare: int, device: str) -> dict[str, obje
     }
 
 
-def plot(rows: list[dict[str, object]], device: str) -> None:
+def plot(rows: list[dict[str, object]], device: str, target: Path) -> None:
     """Time against R, a line per E, and against S."""
     import matplotlib
 
@@ -103,14 +105,15 @@ def plot(rows: list[dict[str, object]], device: str) -> None:
     by_slots.plot([row["S"] for row in line], [row[column] / 1e3 for row in line], marker="o")
     by_slots.set(xlabel="spare slots S", ylabel="milliseconds", title="R = 64, E = 256", ylim=0)
     by_slots.grid(alpha=0.3)
-    figure.savefig(RESULTS / f"bench_solve_{device}.png", dpi=120)
+    figure.savefig(target, dpi=120)
 
 
 def main() -> None:
     arguments = parse_arguments(__doc__)
     rows = [measure(*shape, arguments.device) for shape in SHAPES]
     report("bench_solve", arguments, rows)
-    plot(rows, arguments.device)
+    target = target_of("bench_solve", arguments).with_suffix(".png")
+    plot(rows, arguments.device, target)
 
 
 if __name__ == "__main__":

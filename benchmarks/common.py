@@ -80,6 +80,12 @@ def machine(device: str) -> str:
     return f"one core of {model}"
 
 
+def target_of(name: str, arguments: argparse.Namespace) -> Path:
+    """The result file."""
+    given: Path | None = arguments.json
+    return given or RESULTS / f"{name}_{arguments.device}.json"
+
+
 def report(name: str, arguments: argparse.Namespace, rows: list[dict[str, object]]) -> None:
     """Prints the rows as a table and writes them as JSON. Every row has a ``#wrong`` column."""
     assert all("#wrong" in row for row in rows)
@@ -90,7 +96,7 @@ def report(name: str, arguments: argparse.Namespace, rows: list[dict[str, object
     print(f"{name} on {place}, torch {torch.__version__}, topoep {topoep.__version__}")
     for line in [columns, *cells]:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    target = arguments.json or RESULTS / f"{name}_{arguments.device}.json"
+    target = target_of(name, arguments)
     target.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "benchmark": name,

@@ -500,13 +500,15 @@ def measure(seeds: int, progress: Callable[[str], None] = print) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predictions beside published figures.")
     parser.add_argument("--seeds", type=int, default=4, help="of every load (default: 4)")
-    parser.add_argument("--json", type=Path, default=RESULTS / "paper_setting.json")
+    parser.add_argument("--json", type=Path, help="write there, and leave docs/simulator.md alone")
     arguments = parser.parse_args()
     result = measure(arguments.seeds)
-    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    update_page(RESULTS.parents[1] / "docs" / "simulator.md", result)
+    target = arguments.json or RESULTS / "paper_setting.json"
+    target.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.json is None:
+        update_page(RESULTS.parents[1] / "docs" / "simulator.md", result)
     print(describe(result))
-    print(f"\nwrote {arguments.json}")
+    print(f"\nwrote {target}")
 
 
 if __name__ == "__main__":

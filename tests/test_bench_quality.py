@@ -15,7 +15,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import bench_quality
+from baselines import BASELINES
+from baselines.compare import tolerance_for
 from baselines.grid import KINDS, full_grid, quick_grid
+from baselines.tables import COMPACT, TOLERANCES
 
 from topoep.simulator import workloads as loads
 
@@ -49,7 +52,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads((folder / "out.json").read_text())
-    for name in bench_quality.COMPACT:
+    for name in COMPACT:
         columns, *rows = result[name] or [[]]
         result[name] = [dict(zip(columns, row, strict=True)) for row in rows]
     return result, done.stdout, folder
@@ -74,7 +77,7 @@ def test_nothing_is_lost_with_two_slots_or_more(quick):
 
 def test_every_planner_and_group_is_there(quick):
     result, printed, _ = quick
-    names = {baseline.name for baseline in bench_quality.BASELINES}
+    names = {baseline.name for baseline in BASELINES}
     assert {row["planner"] for row in result["planners"]} == names
     assert {row["group"] for row in result["cells"]} == {load.group for load in quick_grid()} | {
         "trace"
@@ -99,7 +102,7 @@ def test_numbers_make_sense(quick):
     for row in result["severe"]:
         assert 1 <= row["bound"] <= row["topoep"] + 1e-6 <= row["worst"] + 2e-6
     for row in result["tolerances"]:
-        columns = [row[f"{100 * tolerance:g} %"] for tolerance in bench_quality.TOLERANCES]
+        columns = [row[f"{100 * tolerance:g} %"] for tolerance in TOLERANCES]
         assert columns[0] > columns[-1] > 0
 
 
@@ -114,7 +117,7 @@ def test_results_are_small_and_pictures_are_written(quick):
     ("max_load", "tokens", "ranks"), [(1000, 4000, 4), (1001, 4000, 4), (65537, 2**20, 16)]
 )
 def test_tolerance_allows_that_load_and_no_token_more(max_load: int, tokens: int, ranks: int):
-    ppm = round(bench_quality.tolerance_for(max_load, tokens, ranks) * 10**6)
+    ppm = round(tolerance_for(max_load, tokens, ranks) * 10**6)
     assert tokens * (10**6 + ppm) // (ranks * 10**6) == max_load
 
 

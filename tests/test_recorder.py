@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -110,6 +112,117 @@ def test_microbatches_that_lack_a_layer_are_left_out(tmp_path):
     rec.record("b", ids(2))
     rec.close()
     assert Trace.load(tmp_path / "t.npz").num_steps == 3
+
+
+class Failing(nn.Module):
+    """A layer that routes by a seed, and raises for some."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.fails_at = -1
+
+    def forward(self, step: int) -> torch.Tensor:
+        if step == self.fails_at:
+            raise RuntimeError("out of memory")
+        return ids(10 * step + self.number)
+
+
+def train(layers: list[Failing], steps: int) -> None:
+    for step in range(steps):
+        try:
+            for layer in layers:
+                layer(step)
+        except RuntimeError:
+            continue
+
+
+@pytest.mark.parametrize("layer", range(3))
+@pytest.mark.parametrize("failing", [0, 2, 4])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_step_that_a_layer_ends_with_an_error_is_left_out(
+    tmp_path, caplog, layer, failing, every
+):
+    layers = [Failing(number) for number in range(3)]
+    layers[layer].fails_at = failing
+    rec = Recorder(tmp_path / "t.npz", rank=0, **SETTING, every=every)
+    for module in layers:
+        rec.attach(module, topk_ids=lambda args, kwargs, output: output)
+    train(layers, 7)
+    rec.close()
+    trace = Trace.load(tmp_path / "t.npz")
+    happened = [step for step in range(7) if step != failing]  # of which there are routed ids
+    if layer:  # the first layer has begun the step, so it has a number
+        happened.insert(failing, failing)
+    kept = [n for n in range(0, len(happened), every) if happened[n] != failing]
+    assert trace.steps == tuple(kept)
+    for number, counts in zip(kept, trace.counts[:, :, 0], strict=True):
+        step = happened[number]
+        assert counts.tolist() == [histogram(ids(10 * step + i)) for i in range(3)]
+    assert trace.meta["incomplete"] == ([failing] if layer else [])
+    messages = [r.message for r in caplog.records if r.name == "topoep"]
+    if layer:
+        assert len(messages) == 1
+        assert f"left out of the trace: {failing}" in messages[0]
+    else:
+        assert not messages
+
+
+def interleaved(groups: int, first: int = 0) -> list[tuple[str, int]]:
+    """Calls (layer, microbatch) of a rank with two chunks of layers, two microbatches at a time."""
+    calls = []
+    for group in range(groups):
+        for chunk in ("ab", "cd"):
+            for microbatch in (first + 2 * group, first + 2 * group + 1):
+                calls += [(layer, microbatch) for layer in chunk]
+    return calls
+
+
+def test_pipelines_that_alternate_between_microbatches(tmp_path, caplog):
+    with Recorder(tmp_path / "t.npz", rank=0, **SETTING) as rec:
+        for layer, step in interleaved(4):
+            rec.record(layer, ids(10 * step + ord(layer)))
+    trace = Trace.load(tmp_path / "t.npz")
+    assert trace.steps == (2, 3, 4, 5, 6, 7), "the first show that microbatches alternate"
+    for step, counts in zip(trace.steps, trace.counts[:, :, 0], strict=True):
+        assert counts.tolist() == [histogram(ids(10 * step + ord(layer))) for layer in "abcd"]
+    assert trace.meta["left_out"] == 2
+    assert not [r for r in caplog.records if r.name == "topoep"]
+
+
+def test_a_step_that_fails_while_microbatches_alternate_ends_the_trace(tmp_path, caplog):
+    with Recorder(tmp_path / "t.npz", rank=0, **SETTING) as rec:
+        calls = interleaved(2) + interleaved(1, first=4)[:5] + interleaved(2, first=6)
+        for layer, step in calls:
+            rec.record(layer, ids(10 * step + ord(layer)))
+    trace = Trace.load(tmp_path / "t.npz")
+    assert trace.steps == (2, 3)
+    assert trace.meta["left_out"] == 2 + 4
+    messages = [r.message for r in caplog.records if r.name == "topoep"]
+    assert len(messages) == 1
+    assert "last called equally often before step 4: the last 4 steps" in messages[0]
+
+
+def test_merge_ends_where_ranks_disagree_about_a_step(tmp_path, caplog):
+    parts = []
+    for rank, failing in enumerate((3, 4)):
+        with Recorder(tmp_path / f"{rank}.npz", rank=rank, **SETTING) as rec:
+            for step in range(6):
+                rec.record("a", ids(step))
+                if step != failing:
+                    rec.record("b", ids(step))
+        parts.append(Trace.load(tmp_path / f"{rank}.npz"))
+    caplog.clear()
+    assert merge(parts).steps == (0, 1, 2)
+    assert "the trace ends before step 3" in caplog.text
+    assert merge([parts[0], _of_rank(parts[0], 1)]).steps == (0, 1, 2, 4, 5)
+    parts[1].meta["incomplete"] = "3"
+    with pytest.raises(ValueError, match="incomplete='3'; expected a list"):
+        merge(parts)
+
+
+def _of_rank(trace: Trace, rank: int) -> Trace:
+    return dataclasses.replace(trace, ranks=(rank,))
 
 
 def test_nothing_waits_when_the_thread_cannot_keep_up(tmp_path, monkeypatch):

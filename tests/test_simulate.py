@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 import warnings
 from pathlib import Path
 
@@ -17,18 +18,18 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from topoep import Cluster, MoEModel, Trace
+from topoep import Cluster, MoEModel, Trace, memory
 from topoep.__main__ import main
-from topoep.simulator import LayerModel, Placement, Setting
+from topoep.simulator import LayerModel, Placement, Setting, workloads
 from topoep.simulator.advise import advise
+from topoep.simulator.estimate import estimated_seconds
 from topoep.simulator.page import page
-from topoep.simulator.planners import EPLB_WINDOW, PLANNERS, make_planner
+from topoep.simulator.planners import EPLB_WINDOW, PLANNERS, NoCopies, make_planner
+from topoep.simulator.reshape import regroup, rescale
 from topoep.simulator.simulate import (
     Request,
     _history,
     count_copies,
-    regroup,
-    rescale,
     sampled_rows,
     simulate,
 )
@@ -90,6 +91,60 @@ def test_generators_refuse(options, message):
         trace(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 10**7}, "10000000 steps x 2 layers x 16 ranks x 32 experts would take 41.0 GB"),
+        ({"steps": 10**9}, "steps=1000000000; expected 1 to 100000000"),
+        ({"layers": 5000, "steps": 1}, "layers=5000; expected 1 to 4096"),
+        ({"tokens": 10**8}, "16 ranks with top-4 route 6400000000 of them"),
+        ({"tokens": 10**20}, "a plan covers at most 2147483647"),
+        ({"tokens": 0}, "expected at least 1"),
+    ],
+)
+def test_generators_refuse_sizes_before_they_make_anything(monkeypatch, options, message):
+    monkeypatch.setattr(workloads, "skewed", None)
+    with pytest.raises(ValueError, match=message):
+        trace(**options)
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(monkeypatch):
+    made = trace(steps=2)
+    longer = dataclasses.replace(made, counts=np.tile(made.counts, (20, 1, 1, 1)), steps=None)
+    monkeypatch.setattr(memory, "available_memory", lambda: 10**5)
+    # 4 bytes x 100 x 2 x 16 x 32, and twice a layer's
+    with pytest.raises(ValueError, match=r"would take 0\.000819 GB of memory; .* has 0\.0001 GB"):
+        trace(steps=100)
+    with pytest.raises(ValueError, match=r"the scaled trace would take 0\.000164 GB"):
+        rescale(longer, 4)
+    assert trace(steps=2).num_steps == 2
+
+
+def test_memory_is_what_the_system_and_a_control_group_leave(tmp_path, monkeypatch):
+    files = [tmp_path / name for name in ("v2", "v1", "meminfo")]
+    monkeypatch.setattr(memory, "_GROUP_LIMITS", tuple(files[:2]))
+    monkeypatch.setattr(memory, "_MEMINFO", files[2])
+    assert memory.available_memory() is None
+    memory.check_memory(10**18, "much", "nothing is known")
+    files[2].write_text("MemTotal:  9 kB\nMemAvailable:   7 kB\n")
+    files[0].write_text("max\n")
+    assert memory.available_memory() == 7 * 1024
+    files[1].write_text("4096\n")
+    assert memory.available_memory() == 4096
+
+
+def test_rescaling_beyond_a_plan_is_refused():
+    made = trace(steps=2)
+    with pytest.raises(ValueError, match=r"fullest microbatch would have 64\d{8} routed tokens"):
+        rescale(made, 10**8)
+
+
+def test_round_robin_deals_ids_in_turn():
+    counts = workloads.megatron("W0", 4, 8, 0, 0, tokens=5, top_k=3)
+    ids = np.arange(4 * 15).reshape(4, 15) % 8
+    assert counts.tolist() == [np.bincount(row, minlength=8).tolist() for row in ids]
+
+
 # ---- planners and their placements ---------------------------------------------------------------
 
 
@@ -143,6 +198,16 @@ def test_eplb_without_history_leaves_experts_at_home():
     longer = simulate(request(trace=trace(steps=EPLB_WINDOW + 4), planners=("eplb",)))
     assert longer["eplb"].imbalance < 1.2 < longer["none"].imbalance
     assert longer["eplb"].microbatches == 8, "steps with a window of history"
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_where_nothing_is_routed_there_are_no_copies(name):
+    made = trace(steps=EPLB_WINDOW + 8)
+    counts = made.counts.copy()
+    counts[0 if name != "eplb" else EPLB_WINDOW :] = 0  # EPLB has a window of tokens to plan from
+    idle = dataclasses.replace(made, counts=counts)
+    result = simulate(request(trace=idle, planners=(name,)))[name]
+    assert (result.copies, result.imbalance, result.activation_bytes) == (0, 1, 0)
 
 
 # ---- results -------------------------------------------------------------------------------------
@@ -283,6 +348,27 @@ def test_advice_for_even_routing_is_to_leave_it_off():
     assert (advice.best.spare_slots, advice.best.objective) == (0, "-")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sleeper(NoCopies):
+    """Takes its time."""
+
+    seconds: float
+
+    def place(self, counts, history):
+        time.sleep(self.seconds * len(counts))
+        return super().place(counts, history)
+
+
+def test_the_estimate_is_the_time_of_all_microbatches():
+    quick = Sleeper(name="quick", label="quick", seconds=0.02)
+    slow = Sleeper(name="slow", label="slow", seconds=0.12, slow=True)
+    asked = request(planners=(quick, slow), samples=500, slow_samples=None, threads=2)
+    seconds = estimated_seconds(asked, 1000, 3)
+    # Whole steps of three layers; two threads for what is not Python. A busy machine adds to it.
+    assert 1 <= seconds["quick"] / (0.02 * 166 * 3 / 2) < 4
+    assert 1 <= seconds["slow"] / (0.12 * 1000 * 3) < 2
+
+
 # ---- the commands --------------------------------------------------------------------------------
 
 GENERATED = (
@@ -312,6 +398,22 @@ def test_simulate_prints_a_table_and_writes_json_and_pictures(tmp_path, capsys):
     assert imread(tmp_path / "a.png").shape[1] > 1000
     assert run(tmp_path, "simulate", *GENERATED, "--plot", "{t}/a.svg", "--planners", "topoep") == 0
     assert "</svg>" in (tmp_path / "a.svg").read_text()
+
+
+def test_commands_work_on_a_trace_without_tokens(tmp_path, capsys):
+    made = trace(steps=EPLB_WINDOW + 2)
+    empty = dataclasses.replace(made, counts=np.zeros_like(made.counts))
+    empty.save(tmp_path / "empty.npz")
+    options = "--trace {t}/empty.npz --cluster 2xH800 --model {t}/model.json".split()
+    assert run(tmp_path, "simulate", *options, "--json", "{t}/a.json", "--html", "{t}/a.html") == 0
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert [planner["copies"] for planner in content["planners"]] == [0] * len(PLANNERS)
+    assert run(tmp_path, "trace", "plot", "{t}/empty.npz", "-o", "{t}/a.png") == 0
+    capsys.readouterr()
+    assert run(tmp_path, "advise", *options, "--samples", "4") == 0
+    assert "Leave TopoEP off" in capsys.readouterr().out
+    assert run(tmp_path, "simulate", *options, "--tokens", "4") == 1
+    assert "no tokens to scale" in capsys.readouterr().err
 
 
 def test_advise_prints_what_to_set(tmp_path, capsys):
@@ -346,6 +448,15 @@ def test_advise_prints_what_to_set(tmp_path, capsys):
         ("simulate {g} --spare-slots 17", "spare_slots=17"),
         ("simulate {g} --samples some", "'some'; expected a number"),
         ("simulate {g} --html {t}/a.pdf", "ends in .html"),
+        ("simulate {g} --steps 10000000", "would take 41.0 GB"),
+        ("simulate {g} --tokens 100000000", "a plan covers at most"),
+        ("simulate {g} --steps 200000 --samples all --slow-samples all --max-minutes 2", "minutes"),
+        ("simulate {g} --max-minutes 0", "--max-minutes is 0"),
+        (
+            "simulate --trace {t}/t.npz --cluster 2xH800 --model {t}/model.json --max-minutes 0",
+            "--m",
+        ),
+        ("advise {g} --max-minutes 0", "lower --steps, --samples"),
         ("advise {g} --ep-sizes 5", "allow 2, 4, 8, 16"),
     ],
 )

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from topoep import ops
 from topoep._version import __version__
-from topoep.checks import check_int, check_type
+from topoep.checks import check_choice, check_range, check_type
 from topoep.debug import check_call, check_plan, debug_mode
 from topoep.objective import Objective, Time, check_objective
 from topoep.plan import MAX_TOKENS, Plan, PlanConfig, check_counts, make_plan
@@ -147,13 +147,8 @@ class Balancer:
             self._debug = debug_mode()
             objective = check_objective(objective)
             self.config = PlanConfig(topology, num_experts, spare_slots, objective)
-            if replica_policy not in REPLICA_POLICIES:
-                raise ValueError(
-                    f"replica_policy={replica_policy!r}; expected one of "
-                    f"{', '.join(REPLICA_POLICIES)}"
-                )
-            if not 1 <= check_int(slot_buffers, "slot_buffers") <= MAX_SLOT_BUFFERS:
-                raise ValueError(f"slot_buffers={slot_buffers}; expected 1 to {MAX_SLOT_BUFFERS}")
+            check_choice(replica_policy, "replica_policy", REPLICA_POLICIES)
+            check_range(slot_buffers, "slot_buffers", 1, MAX_SLOT_BUFFERS)
             self._candidates = choose_candidates(objective, solver, candidates)
             fields = self._fingerprint(solver, replica_policy) | {
                 "slot_buffers": slot_buffers,

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import operator
+from collections.abc import Sequence
 from typing import TypeVar
 
 Instance = TypeVar("Instance")
@@ -46,3 +48,27 @@ def check_type(value: object, expected: type[Instance], name: str) -> Instance:
             f"{name} is a {type(value).__name__}; expected a {prefix}{expected.__name__}"
         )
     return value
+
+
+def check_range(value: object, name: str, least: int, most: int) -> int:
+    """The value as an int; raises TypeError for other types, ValueError if it is out of range."""
+    number = check_int(value, name)
+    if not least <= number <= most:
+        raise ValueError(f"{name}={number}; expected {least} to {most}")
+    return number
+
+
+def check_choice(value: object, name: str, choices: Sequence[str]) -> str:
+    """The value; raises TypeError unless it is a string, ValueError unless it is a choice."""
+    expected = f"expected one of {', '.join(choices)}"
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; {expected}")
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}{closest(value, choices)}; {expected}")
+    return value
+
+
+def closest(name: str, names: Sequence[str]) -> str:
+    """A question for a message, if one of the names is close to the one that was given."""
+    matches = difflib.get_close_matches(name.lower(), names, n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""

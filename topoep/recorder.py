@@ -23,6 +23,7 @@ from topoep.balancer import Balancer
 from topoep.checks import check_int, check_type
 from topoep.experts import BalancedExperts
 from topoep.recompute import in_backward
+from topoep.step_numbers import StepNumbers
 from topoep.topology import Topology
 from topoep.trace import MAX_LAYERS, MAX_META_CHARS, Trace
 
@@ -34,6 +35,9 @@ _logger = logging.getLogger("topoep")
 
 _QUEUE = 1024  # layers that may wait for the thread
 _LONGEST_NAME = MAX_META_CHARS // 2 // MAX_LAYERS - 4  # with quotes and a comma, all layers fit
+_SHOWN_STEPS = 8  # incomplete steps in a message
+_NAMED_STEPS = 64  # incomplete steps that the file names
+_OWN_CHARS = 4096  # of meta, for those and other numbers
 
 
 class Recorder:
@@ -44,8 +48,11 @@ class Recorder:
     does the rest. If it cannot keep up, or after ``max_steps``, whole microbatches are left out and
     counted: nothing ever waits for the recorder.
 
-    The n-th call of a layer is step n, so pipelines with several microbatches in flight need no
-    further care. Recomputations of activation checkpointing are not recorded a second time.
+    Which calls belong to one microbatch is told from their order: a step begins when the layer that
+    began the last one is called again. A step that an error has ended before every layer was called
+    is left out as a whole, with a warning at the end. Pipelines that alternate between microbatches
+    are recognised, and their n-th call of a layer is step n; if a step of theirs fails, all from
+    then on are left out. Recomputations of activation checkpointing are not recorded a second time.
 
     Memory: ``4 * max_steps * layers * E`` bytes for each held rank.
 
@@ -103,13 +110,13 @@ class Recorder:
         else:
             raise ValueError(f"rank {rank}; expected 0 to {topology.num_ranks - 1}")
         self._meta = {"topoep": __version__, **(meta or {})}
-        most = MAX_META_CHARS // 2  # the other half is for the names of layers
+        most = MAX_META_CHARS // 2 - _OWN_CHARS  # the other half is for the names of layers
         if len(json.dumps(self._meta)) > most:  # fails now rather than at the end
             raise ValueError(f"meta takes more than {most} characters as JSON")
         # An example of what will be written: checks E, R and K against each other.
         Trace(self._empty(1, 1), topology.node_of_rank, top_k, self._ranks)
         self._layers: dict[Hashable, int] = {}
-        self._calls: list[int] = []
+        self._numbers = StepNumbers()
         self._counts: list[np.ndarray[Any, np.dtype[np.int32]]] = []
         self._seen: list[np.ndarray[Any, np.dtype[np.bool_]]] = []
         self._queue: queue.Queue[tuple[int, int, Tensor, Any] | None] = queue.Queue(_QUEUE)
@@ -208,12 +215,11 @@ class Recorder:
                     f"limit is {self._max_bytes}: raise max_bytes, or lower max_steps"
                 )
             self._layers[layer] = len(self._layers)
-            self._calls.append(0)
+            self._numbers.add_layer()
             self._counts.append(self._empty(self._max_steps, 1)[:, 0])
             self._seen.append(np.zeros(self._max_steps, dtype=np.bool_))
         index = self._layers[layer]
-        row, rest = divmod(self._calls[index], self._every)
-        self._calls[index] += 1
+        row, rest = divmod(self._numbers.next(index), self._every)
         return None if rest or row >= self._max_steps else (index, row)
 
     def _put(self, index: int, row: int, counts: Tensor) -> None:
@@ -255,22 +261,26 @@ class Recorder:
         if self._problem is not None:
             raise RuntimeError("the recorder's thread has failed") from self._problem
         whole = np.logical_and.reduce(self._seen) if self._seen else np.zeros(0, dtype=np.bool_)
-        rows = np.flatnonzero(whole)
-        if not len(rows):
+        numbers = self._numbers
+        steps = np.flatnonzero(whole) * self._every
+        certain = numbers.completed - numbers.uncertain
+        steps = steps[(steps >= numbers.begin) & (steps < certain)]
+        if not len(steps):
             raise ValueError("nothing recorded: no microbatch has gone through every layer")
-        called = min(-(-calls // self._every) for calls in self._calls)
+        rows = steps // self._every
         meta = {
             **self._meta,
             "layers": [_name(layer) for layer in self._layers],
             "every": self._every,
-            "left_out": called - len(rows),
+            "left_out": -(-numbers.completed // self._every) - len(rows),
+            "incomplete": numbers.incomplete[:_NAMED_STEPS],
         }
         return Trace(
             np.stack([counts[rows] for counts in self._counts], axis=1),
             self._topology.node_of_rank,
             self._top_k,
             self._ranks,
-            tuple(int(row) * self._every for row in rows),
+            tuple(int(step) for step in steps),
             meta,
         )
 
@@ -288,7 +298,28 @@ class Recorder:
         self._thread.join()
         self._thread = None
         if self._layers:
+            self._warn()
             self.save()
+
+    def _warn(self) -> None:
+        """Says that steps were not completed."""
+        lost, uncertain = self._numbers.incomplete, self._numbers.uncertain
+        if lost:
+            named = ", ".join(map(str, lost[:_SHOWN_STEPS])) + ", .." * (len(lost) > _SHOWN_STEPS)
+            _logger.warning(
+                "left out of the trace: %s (%d in all), steps that ended before every recorded "
+                "layer was called",
+                named,
+                len(lost),
+            )
+        if uncertain:
+            _logger.warning(
+                "microbatches alternate, and the recorded layers were last called equally often "
+                "before step %d: the last %d steps are left out of the trace, because their calls "
+                "cannot be told apart",
+                self._numbers.completed - uncertain,
+                uncertain,
+            )
 
     def __enter__(self) -> Recorder:
         return self

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import lzma
 import math
 import os
@@ -40,6 +41,8 @@ import numpy.typing as npt
 from topoep.checks import check_int
 from topoep.plan import MAX_EXPERTS, MAX_TOKENS
 from topoep.topology import Topology
+
+_logger = logging.getLogger("topoep")
 
 Counts = npt.NDArray[np.int32]
 
@@ -337,6 +340,9 @@ def check_header(
 def merge(parts: Sequence[Trace]) -> Trace:
     """Joins the traces of the ranks of one run. Only steps that all of them have are kept.
 
+    Where ranks disagree which steps an error has ended, they may have numbered the later ones
+    differently; the trace then ends there, with a warning.
+
     Raises:
         ValueError: no part, parts of different runs, a rank twice, or ranks that are missing.
     """
@@ -362,6 +368,10 @@ def merge(parts: Sequence[Trace]) -> Trace:
     if missing:
         raise ValueError(f"the counts of rank {', '.join(map(str, missing))} are missing")
     steps = sorted(set.intersection(*(set(part.steps or ()) for part in parts)))
+    end = _agreed(parts)
+    if end is not None:
+        steps = [step for step in steps if step < end]
+        _logger.warning("the trace ends before step %d: not all ranks completed it", end)
     if not steps:
         raise ValueError("no step is in all of the parts")
     counts = np.empty((len(steps), first.num_layers, first.num_ranks, first.num_experts), np.int32)
@@ -369,3 +379,15 @@ def merge(parts: Sequence[Trace]) -> Trace:
     for rank, (part, index) in column.items():
         counts[:, :, rank] = part.counts[rows[id(part)], :, index]
     return Trace(counts, first.node_of_rank, first.top_k, None, tuple(steps), first.meta)
+
+
+def _agreed(parts: Sequence[Trace]) -> int | None:
+    """The first step that only some of the parts name as incomplete; None if there is none."""
+    named: list[set[int]] = []
+    for part in parts:
+        steps = part.meta.get("incomplete", [])
+        if not isinstance(steps, list) or not all(isinstance(step, int) for step in steps):
+            raise ValueError(f"meta holds incomplete={steps!r}; expected a list of steps")
+        named.append(set(steps))
+    union = set[int]().union(*named)
+    return min((step for step in union if not all(step in steps for steps in named)), default=None)

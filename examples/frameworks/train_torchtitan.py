@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torchtitan.distributed.parallel_dims
 from common import (
     RANKS,
     SEQUENCE,
@@ -29,62 +28,31 @@ from common import (
     mean_over_ranks,
     report,
 )
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import OverrideConfig, apply_overrides
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
-from torchtitan.distributed.utils import set_spmd_backend
-from torchtitan.models.common.attention import ScaledDotProductAttention
-from torchtitan.models.common.rope import CosSinRoPE
-from torchtitan.models.qwen3 import _build_qwen3_moe_layers, _debugmodel_moe
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+from torchtitan_on_cpu import dims_on_cpu, reduce_over_gloo, small_model
 
-WIDTH = 64
 # Without it, TopoEP finds the nodes by their names.
 OVERRIDE = ("topoep.adapters.torchtitan.balance", {"topology": TOPOLOGY})
 
 
-def model_config() -> Any:
-    """torchtitan's debugging model, smaller, and with an attention that runs on the CPU."""
-    config = _debugmodel_moe("flex")
-    config.vocab_size = config.tok_embeddings.num_embeddings = VOCABULARY
-    config.dim = config.tok_embeddings.embedding_dim = config.norm.normalized_shape = WIDTH
-    config.lm_head.in_features, config.lm_head.out_features = WIDTH, VOCABULARY
-    config.layers = _build_qwen3_moe_layers(
-        n_layers=2,
-        dim=WIDTH,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=16,
-        moe_hidden_dim=64,
-        num_experts=16,
-        top_k=2,
-        attn_backend="flex",
-        moe_comm_backend="standard",
-        rope=CosSinRoPE.Config(dim=16, max_seq_len=SEQUENCE, theta=10000.0),
-    )
-    for layer in config.layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    set_qwen3_sharding_config(config, enable_sp=False, enable_ep=True)
-    return config
-
-
 def build(overrides: list[tuple[str, dict[str, Any]]]) -> Any:
-    config = model_config()
+    dims = dims_on_cpu(RANKS, ep=RANKS)
+    config = small_model(
+        layers=2,
+        width=64,
+        expert_width=64,
+        experts=16,
+        top_k=2,
+        vocabulary=VOCABULARY,
+        sequence=SEQUENCE,
+    )
+    set_qwen3_sharding_config(config, enable_sp=False, enable_ep=True)
     apply_overrides(OverrideConfig(imports=overrides), config)
     torch.manual_seed(0)
     model = config.build()
     model.init_states()
-    dims = ParallelDims(
-        dp_replicate=1,
-        dp_shard=RANKS,
-        cp=1,
-        tp=1,
-        pp=1,
-        ep=RANKS,
-        world_size=RANKS,
-        spmd_backend="partial_dtensor",
-    )
     dims.build_mesh()
     model.parallelize(dims)
     apply_fsdp_to_decoder(
@@ -96,9 +64,7 @@ def build(overrides: list[tuple[str, dict[str, Any]]]) -> Any:
         ep_degree=RANKS,
         edp_mesh=dims.get_optional_mesh(["efsdp"]),
     )
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
+    reduce_over_gloo(model)
     return model
 
 
@@ -118,8 +84,6 @@ def train(rank: int, overrides: list[tuple[str, dict[str, Any]]]) -> list[float]
 
 
 def main(rank: int) -> None:
-    torchtitan.distributed.parallel_dims.device_type = "cpu"
-    set_spmd_backend("partial_dtensor")
     recorder = Recorder()
     plain = train(rank, [])
     target, options = OVERRIDE

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import run_ranks
 from topoep import Even, Topology
-from topoep.adapters.shared import BalancerOptions, shared_balancer
+from topoep.adapters.options import BalancerOptions
+from topoep.adapters.shared import shared_balancer
 
 OPTIONS = BalancerOptions(topology=Topology(1, 2), objective=Even())
 

@@ -24,24 +24,25 @@ require("torchtitan")
 
 # Imported before forking: the ranks would each import it again.
 import spmd_types._dist  # noqa: E402
-import torchtitan.distributed.parallel_dims as parallel_dims_module  # noqa: E402
-from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torchtitan.config import OverrideConfig, apply_overrides  # noqa: E402
-from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.config.override import parse_cli_imports  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder  # noqa: E402
-from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend  # noqa: E402
-from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.distributed.utils import get_spmd_context  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts  # noqa: E402
-from torchtitan.models.common.rope import CosSinRoPE  # noqa: E402
 from torchtitan.models.common.token_dispatcher import (  # noqa: E402
     AllToAllTokenDispatcher,
     LocalTokenDispatcher,
 )
-from torchtitan.models.qwen3 import _build_qwen3_moe_layers, _debugmodel_moe  # noqa: E402
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config  # noqa: E402
 
+from examples.frameworks.torchtitan_on_cpu import (  # noqa: E402
+    dims_on_cpu,
+    reduce_over_gloo,
+    small_model,
+)
 from topoep.adapters import torchtitan as adapter  # noqa: E402
+from topoep.adapters.options import BalancerOptions  # noqa: E402
 
 EXPERTS, TOP_K, VOCABULARY, WIDTH = 8, 2, 96, 32
 HIDDEN = 64  # a multiple of the vector length: the last rows' silu would be rounded in another way
@@ -98,26 +99,16 @@ class PaddingDispatcher(AllToAllTokenDispatcher):
 
 def config_of(layers: int, by_rows: bool) -> Any:
     """torchtitan's Qwen3-MoE for debugging, smaller."""
-    config = _debugmodel_moe("flex")
-    config.vocab_size = config.tok_embeddings.num_embeddings = VOCABULARY
-    config.lm_head.out_features = VOCABULARY
-    config.dim = config.tok_embeddings.embedding_dim = config.lm_head.in_features = WIDTH
-    config.norm.normalized_shape = WIDTH
-    config.layers = _build_qwen3_moe_layers(
-        n_layers=layers,
-        dim=WIDTH,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=8,
-        moe_hidden_dim=HIDDEN,
-        num_experts=EXPERTS,
+    config = small_model(
+        layers=layers,
+        width=WIDTH,
+        expert_width=HIDDEN,
+        experts=EXPERTS,
         top_k=TOP_K,
-        attn_backend="flex",
-        moe_comm_backend="standard",
-        rope=CosSinRoPE.Config(dim=8, max_seq_len=64, theta=10000.0),
+        head_dim=8,
+        vocabulary=VOCABULARY,
     )
     for layer in config.layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()  # runs on the CPU
         if by_rows:
             experts = layer.moe.routed_experts.inner_experts
             layer.moe.routed_experts.inner_experts = ExpertsByRows.Config(
@@ -141,8 +132,7 @@ def build(
     """The model over all ranks as torchtitan's trainer builds it, the same weights every time."""
     size = dist.get_world_size()
     ep = size if ep is None else ep
-    parallel_dims_module.device_type = "cpu"
-    set_spmd_backend(backend)
+    dims = dims_on_cpu(size, ep, backend)
     config = config_of(layers, by_rows)
     for layer in config.layers if padding else ():
         layer.moe.routed_experts.token_dispatcher = PaddingDispatcher.Config(
@@ -158,16 +148,6 @@ def build(
     model.init_states()
     for layer in model.layers.values():
         layer.moe.router.gate.weight.data.mul_(50)  # so that some experts are hot
-    dims = ParallelDims(
-        dp_replicate=1,
-        dp_shard=size,
-        cp=1,
-        tp=1,
-        pp=1,
-        ep=ep,
-        world_size=size,
-        spmd_backend=backend,
-    )
     dims.build_mesh()
     if backend == "spmd_types":
         spmd_types._dist.dist.all_to_all = all_to_all_over_gloo
@@ -185,9 +165,7 @@ def build(
             edp_mesh=dims.get_optional_mesh(["efsdp"]),
             reshard_after_forward_policy="always",
         )
-        for module in model.modules():
-            if isinstance(module, FSDPModule):  # torchtitan's factors are for NCCL only
-                module.set_force_sum_reduction_for_comms(True)
+        reduce_over_gloo(model)
     model.context = get_spmd_context(parallel_dims=dims)
     return model
 
@@ -462,8 +440,34 @@ def test_a_changed_signature_is_noticed_before_the_model_is_built(monkeypatch, c
         apply_overrides(OverrideConfig(imports=[OVERRIDE]), config_of(1, False))
 
 
-def test_an_unknown_option_is_refused():
-    with pytest.raises(TypeError, match="spare_slot"):
-        apply_overrides(
-            OverrideConfig(imports=[(OVERRIDE, {"spare_slot": 3})]), config_of(1, False)
-        )
+def apply_from_command_line(options: str) -> Any:
+    config = config_of(1, False)
+    apply_overrides(OverrideConfig(imports=parse_cli_imports([f"{OVERRIDE}={options}"])), config)
+    [routed] = [found[1] for found in config.traverse(adapter.BalancedRoutedExperts.Config)]
+    return routed.options
+
+
+def test_options_on_the_command_line_are_objects_in_their_json_form():
+    options = apply_from_command_line(
+        '{"spare_slots": 3, "objective": {"name": "balance", "tolerance": 0.02}, '
+        '"topology": {"num_nodes": 2, "ranks_per_node": 4}, "candidates": [{"cap": "mean+1%"}]}'
+    )
+    assert options == BalancerOptions(
+        spare_slots=3,
+        objective=topoep.Balance(0.02),
+        topology=topoep.Topology(2, 4),
+        candidates=[topoep.Candidate("mean+1%")],
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ('{"spare_slot": 3}', r"torchtitan.balance has no option 'spare_slot' .*'spare_slots'"),
+        ('{"on_plan": "log"}', "on_plan is a str"),
+        ('{"objective": {"name": "balance", "tol": 1}}', "objective 'balance' has no option 'tol'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_when_the_override_is_applied(options, message):
+    with pytest.raises(TypeError, match=message):
+        apply_from_command_line(options)

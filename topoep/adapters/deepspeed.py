@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from topoep.adapters.shared import BalancedLayer, BalancerOptions, OnPlan, run_grouped
+from topoep.adapters.options import BalancerOptions, OnPlan, read_options
+from topoep.adapters.shared import BalancedLayer, run_grouped
 from topoep.adapters.upstream import check_parameters, check_version
 from topoep.balancer import Balancer
 from topoep.plan import Plan
@@ -35,8 +36,11 @@ def enable(model: nn.Module, *, on_plan: OnPlan | None = None, **options: Any) -
     Raises:
         ImportError: deepspeed is missing, of a version that is not supported, or changed.
         ValueError: the model has no AutoEP layer with more than one rank, one is balanced already,
-            or uses DeepEP, tensor-parallel folding or ZeRO-3, which this adapter does not cover.
+            or uses DeepEP, tensor-parallel folding or ZeRO-3, which this adapter does not cover; or
+            an option is out of range.
+        TypeError: an option is not one of the Balancer's, or of another type.
     """
+    balancer_options = read_options("deepspeed.enable", options, on_plan)
     check_version("deepspeed", "0.19.8", "0.20")
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
     from deepspeed.moe.ep_experts import GroupedExperts
@@ -52,7 +56,7 @@ def enable(model: nn.Module, *, on_plan: OnPlan | None = None, **options: Any) -
     for name, layer in chosen.items():
         _check_layer(name, layer)
     for layer in chosen.values():
-        layer.topoep = _BalancedAutoEP(layer, BalancerOptions(**options), on_plan)
+        layer.topoep = _BalancedAutoEP(layer, balancer_options, on_plan)
     return len(chosen)
 
 

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,41 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from topoep.adapters.options import BalancerOptions, OnPlan
 from topoep.balancer import Balancer
-from topoep.objective import Objective
 from topoep.plan import Plan
-from topoep.portfolio import Candidate
 from topoep.recompute import in_backward
 from topoep.topology import Topology
 from topoep.transports.base import Weights
-from topoep.transports.plane import DEFAULT_COMM_SMS
-
-#: Called with a layer's module and each plan made for it.
-OnPlan = Callable[[nn.Module, Plan], None]
 
 _balancers: weakref.WeakValueDictionary[Any, Balancer] = weakref.WeakValueDictionary()
-
-
-@dataclass(frozen=True)
-class BalancerOptions:
-    """The arguments of a :class:`topoep.Balancer` that a framework does not decide.
-
-    The topology is that of the group (:meth:`topoep.Topology.from_group`) if None.
-    """
-
-    spare_slots: int = 2
-    topology: Topology | None = None
-    transport: str = "auto"
-    objective: Objective | None = None
-    replica_policy: str = "refetch"
-    slot_buffers: int = 1
-    comm_sms: int = DEFAULT_COMM_SMS
-    solver: str = "portfolio"
-    candidates: Sequence[Candidate] | None = None
-
-    def __post_init__(self) -> None:
-        if self.candidates is not None:  # a tuple, so that options can be compared and hashed
-            object.__setattr__(self, "candidates", tuple(self.candidates))
 
 
 def shared_balancer(

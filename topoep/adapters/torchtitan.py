@@ -19,13 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from topoep.adapters.shared import (
-    BalancedLayer,
-    BalancerOptions,
-    OnPlan,
-    local_weight,
-    run_grouped,
-)
+from topoep.adapters.options import BalancerOptions, OnPlan, read_options
+from topoep.adapters.shared import BalancedLayer, local_weight, run_grouped
 from topoep.adapters.upstream import check_parameters, check_version
 from topoep.balancer import Balancer
 from topoep.plan import Plan
@@ -130,12 +125,15 @@ def balance(
         on_plan: called with a layer's module and each plan made for it, for example to log
             ``plan.stats()``; not for the recomputations of activation checkpointing.
         **options: those of :class:`topoep.Balancer`. On the command line, as JSON after the name:
-            ``'topoep.adapters.torchtitan.balance={"spare_slots": 4}'``.
+            ``'topoep.adapters.torchtitan.balance={"spare_slots": 4}'``; the JSON forms of objects
+            are in ``topoep/adapters/options.py``.
 
     Raises:
         ImportError: torchtitan has changed.
-        TypeError: an option is not one of the Balancer's.
+        TypeError: an option is not one of the Balancer's, or of another type.
+        ValueError: an option is out of range.
     """
+    balancer_options = read_options("torchtitan.balance", options, on_plan)
     routed = ("topk_scores", "topk_expert_ids")
     check_parameters(
         RoutedExperts.forward,
@@ -154,7 +152,7 @@ def balance(
     return derive(
         config,
         BalancedRoutedExperts.Config,
-        options=BalancerOptions(**options),
+        options=balancer_options,
         on_plan=on_plan,
     )
 

@@ -16,15 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from topoep.adapters.shared import (
-    BalancedLayer,
-    BalancerOptions,
-    OnPlan,
-    parameters_replaced,
-    rows_for_copies,
-)
+from topoep.adapters.options import BalancerOptions, OnPlan, read_options
+from topoep.adapters.shared import BalancedLayer, parameters_replaced, rows_for_copies
 from topoep.adapters.upstream import check_parameters, check_version
 from topoep.balancer import Balancer
+from topoep.checks import check_type
 from topoep.plan import Plan
 
 
@@ -44,8 +40,11 @@ def register(name: str = "topoep", *, on_plan: OnPlan | None = None, **options: 
 
     Raises:
         ImportError: transformers is missing, of a version that is not supported, or changed.
-        TypeError: an option is not one of the Balancer's.
+        TypeError: an option is not one of the Balancer's, or of another type.
+        ValueError: an option is out of range.
     """
+    check_type(name, str, "name")
+    balancer_options = read_options("transformers.register", options, on_plan, ("name",))
     check_version("transformers", "5.24", "6")
     from transformers.distributed.expert_parallel import (
         AllToAllEP,
@@ -59,7 +58,7 @@ def register(name: str = "topoep", *, on_plan: OnPlan | None = None, **options: 
     check_parameters(AllToAllEP._dispatch_tokens, *routed)
     check_parameters(AllToAllEP._combine_tokens, "expert_output", "state")
     EPImplementationInterface.register(
-        name, functools.partial(BalancedEP, BalancerOptions(**options), on_plan)
+        name, functools.partial(BalancedEP, balancer_options, on_plan)
     )
 
 

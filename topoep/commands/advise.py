@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from topoep.commands.arguments import CommandError, need, progress
-from topoep.commands.simulate import add_workload_options, make_request
-from topoep.simulator.advise import WORTHWHILE, Advice, Trial, advise
+from topoep.commands.workload import add_workload_options, make_request
+from topoep.simulator.advise import TRIALS, WORTHWHILE, Advice, Trial, advise
 from topoep.simulator.simulate import PREDICTION, Request
 from topoep.simulator.sweep import ep_sizes
 
@@ -35,7 +35,9 @@ def add_parser(commands: Any) -> None:
 def run(given: argparse.Namespace) -> None:
     """Runs the command."""
     need("rich")
-    request = make_request(given, ("topoep",), 2)
+    request = make_request(
+        given, ("topoep",), 2, lambda short: TRIALS * (1 + len(_sizes(given.ep_sizes, short)))
+    )
     with progress("trying") as report:
         advice = advise(
             request, _sizes(given.ep_sizes, request), lambda what, n, of: report(n, of, what)

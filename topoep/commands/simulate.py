@@ -9,14 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from topoep.commands.arguments import CommandError, add_import_options, load, need, progress
-from topoep.simulator.cluster import Cluster
-from topoep.simulator.model import MODELS, MoEModel
+from topoep.commands.arguments import CommandError, need, progress
+from topoep.commands.workload import add_workload_options, make_request
 from topoep.simulator.planners import PLANNERS
-from topoep.simulator.setting import Setting
-from topoep.simulator.simulate import Request, Result, chosen, rescale, simulate
-from topoep.simulator.workloads import GENERATORS, generate
-from topoep.trace import Trace
+from topoep.simulator.simulate import Result, chosen, simulate
 
 
 def add_parser(commands: Any) -> None:
@@ -36,65 +32,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw; .png or .svg")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained page")
     parser.set_defaults(run=run)
-
-
-def add_workload_options(parser: argparse.ArgumentParser) -> None:
-    """Trace or generator, cluster, model and setting."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", type=Path, metavar="FILE", help="recorded routing")
-    source.add_argument(
-        "--generator", choices=GENERATORS, metavar="NAME", help="one of: " + ", ".join(GENERATORS)
-    )
-    add_import_options(parser)
-    parser.add_argument(
-        "--cluster",
-        required=True,
-        metavar="NxHARDWARE",
-        help="nodes x hardware (4xH800), nodes x ranks per node x hardware (4x4xH800), or a .json "
-        "file with numbers",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help=f"{', '.join(MODELS)}, or a .json file with numbers; for a trace of topoep.demo the "
-        "model is known",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        metavar="N",
-        help="of a rank and microbatch: of a generator (default 8192), or to scale a trace to",
-    )
-    parser.add_argument("--ep", type=int, metavar="R", help="ranks of a generator (default: all)")
-    parser.add_argument("--skew", type=float, default=1.5, help="of a generator (default: 1.5)")
-    parser.add_argument("--steps", type=int, default=16, help="of a generator (default: 16)")
-    parser.add_argument("--layers", type=int, default=4, help="of a generator (default: 4)")
-    parser.add_argument("--seed", type=int, default=0, help="of a generator (default: 0)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="change an assumption: " + ", ".join(f.name for f in dataclasses.fields(Setting)),
-    )
-    parser.add_argument(
-        "--samples",
-        default="8192",
-        metavar="N",
-        help="the most microbatches to plan for, or 'all' (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--slow-samples",
-        default="64",
-        metavar="N",
-        help="the same for the planners of others, which are restated in Python (default: 64)",
-    )
-    parser.add_argument(
-        "--candidates",
-        default="all",
-        metavar="N",
-        help="how many candidates TopoEP tries; 'all' as in training (default: %(default)s)",
-    )
 
 
 def run(given: argparse.Namespace) -> None:
@@ -133,95 +70,6 @@ def run(given: argparse.Namespace) -> None:
 
         write_page(result, points, given.html)
         print(f"wrote {given.html}")
-
-
-def make_request(given: argparse.Namespace, planners: tuple[str, ...], spare_slots: int) -> Request:
-    """What the options of ``add_workload_options`` ask for."""
-    cluster = Cluster.parse(given.cluster)
-    setting = _setting(given.set)
-    if given.generator:
-        if given.model is None:
-            raise CommandError("--generator needs --model")
-        model = MoEModel.parse(given.model)
-        topology = cluster.topology(cluster.num_ranks if given.ep is None else given.ep)
-        trace = generate(
-            given.generator,
-            topology,
-            model.experts,
-            top_k=model.top_k,
-            tokens=8192 if given.tokens is None else given.tokens,
-            skew=given.skew,
-            steps=given.steps,
-            layers=given.layers,
-            seed=given.seed,
-        )
-    else:
-        trace = load(given.trace, given)
-        model = _model_of(trace, given.model)
-        if given.tokens is not None:
-            trace = rescale(trace, given.tokens)
-    return Request(
-        trace,
-        cluster,
-        model,
-        setting,
-        planners,
-        spare_slots,
-        samples=_samples(given.samples),
-        slow_samples=_samples(given.slow_samples),
-        candidates=_samples(given.candidates),
-    )
-
-
-def _model_of(trace: Trace, name: str | None) -> MoEModel:
-    """The model that was named, or the one of topoep.demo that the trace describes."""
-    if name is not None:
-        return MoEModel.parse(name)
-    meta = trace.meta
-    if not all(isinstance(meta.get(key), int) for key in ("hidden", "intermediate")):
-        raise CommandError("the trace does not describe its model; give --model")
-    hidden = int(meta["hidden"])
-    return MoEModel(
-        "demo",
-        moe_layers=trace.num_layers,
-        hidden=hidden,
-        intermediate=int(meta["intermediate"]),
-        experts=trace.num_experts,
-        top_k=trace.top_k,
-        attention_weights=4 * hidden * hidden,
-        attention_width=2 * hidden,
-        vocabulary=256,
-    )
-
-
-def _setting(changes: list[str]) -> Setting:
-    types = vars(Setting())
-    values: dict[str, Any] = {}
-    for change in changes:
-        name, _, text = change.partition("=")
-        if name not in types or not text:
-            raise CommandError(
-                f"--set {change}; expected NAME=VALUE with one of {', '.join(types)}"
-            )
-        default = types[name]
-        try:
-            if isinstance(default, bool):
-                values[name] = {"true": True, "false": False}[text.lower()]
-            else:
-                values[name] = type(default)(text)
-        except (KeyError, ValueError):
-            raise CommandError(
-                f"--set {change}: expected a value like {default!r} ({type(default).__name__})"
-            ) from None
-    return Setting(**values)
-
-
-def _samples(text: str) -> int | None:
-    if text == "all":
-        return None
-    if not (text.isascii() and text.isdigit()):
-        raise CommandError(f"{text!r}; expected a number or 'all'")
-    return int(text)
 
 
 def _print(result: Result) -> None:

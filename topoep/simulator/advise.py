@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from topoep.cost_model import CostModel
 from topoep.objective import Balance, Even, Objective, Time
 from topoep.simulator.layer_time import LayerModel
+from topoep.simulator.reshape import regroup
 from topoep.simulator.simulate import (
     PlannerResult,
     Report,
     Request,
-    regroup,
     simulate,
 )
 
@@ -74,7 +74,7 @@ def advise(request: Request, sizes: Sequence[int], report: Report | None = None)
     Args:
         request: its trace, cluster, model, setting and samples are used.
         sizes: EP sizes besides the trace's own. The routing is regrouped for them
-            (:func:`topoep.simulator.simulate.regroup`).
+            (:func:`topoep.simulator.reshape.regroup`).
         report: for a progress display.
     """
     own = request.trace.num_ranks
@@ -85,7 +85,7 @@ def advise(request: Request, sizes: Sequence[int], report: Report | None = None)
         if ep != own:
             trace = regroup(request.trace, request.cluster.topology(ep))
             here = dataclasses.replace(request, trace=trace)
-        trials += _trials(here, report, i * _TRIALS, len(groups) * _TRIALS)
+        trials += _trials(here, report, i * TRIALS, len(groups) * TRIALS)
     best_of_ep = tuple(_best([trial for trial in trials if trial.ep == ep]) for ep in groups)
     best = best_of_ep[0]
     losing = tuple(layer for layer, speedup in enumerate(best.result.layer_speedups) if speedup < 1)
@@ -106,7 +106,8 @@ def _objectives(request: Request) -> dict[str, Objective]:
     }
 
 
-_TRIALS = 1 + 4 * (len(SLOTS) - 1)  # of an EP size: no copies, and each objective for each S
+#: Of an EP size: no copies, and each objective for each S.
+TRIALS = 1 + 4 * (len(SLOTS) - 1)
 
 
 def _trials(request: Request, report: Report | None, done: int, total: int) -> list[Trial]:
@@ -147,4 +148,4 @@ def _best(trials: Sequence[Trial]) -> Trial:
     return min(close, key=lambda trial: trial.spare_slots)
 
 
-__all__ = ["SLOTS", "WORTHWHILE", "Advice", "Trial", "advise"]
+__all__ = ["SLOTS", "TRIALS", "WORTHWHILE", "Advice", "Trial", "advise"]

@@ -139,7 +139,8 @@ class Placement:
         batch, ranks, experts = counts.shape
         home = experts // ranks
         places = [_places(quota, home, moves_homes) for quota in quotas]
-        width = max(max(map(len, rows)) for rows in places)
+        # Where nothing is routed, moved experts are nowhere; a rank has its home places even so.
+        width = max(home, *(max(map(len, rows)) for rows in places))
         index = np.full((batch, ranks, width), -1, dtype=np.int32)
         for b, rows in enumerate(places):
             for rank, here in enumerate(rows):

@@ -212,23 +212,10 @@ def simulate(request: Request, report: Report | None = None) -> Result:
         ValueError: an unknown planner, or more spare slots than a plan can have.
     """
     model = LayerModel(request.cluster, request.model, request.topology, request.setting)
-    objective = request.objective or Time(model.cost_model(round(request.tokens)))
-    planners = [
-        planner
-        if isinstance(planner, Simulated)
-        else make_planner(
-            planner,
-            request.topology,
-            request.trace.num_experts,
-            request.spare_slots,
-            objective,
-            request.candidates,
-        )
-        for planner in ("none", *(name for name in request.planners if name != "none"))
-    ]
+    planners = planners_of(request, model)
     results: list[PlannerResult] = []
     request = dataclasses.replace(request, threads=request.threads or torch.get_num_threads())
-    with _one_thread_per_solve():
+    with one_thread_per_solve():
         plain: dict[bytes, _Measured] = {}  # by the microbatches that were looked at
         for planner in planners:
             measured, rows = _run(request, model, planner, report)
@@ -243,8 +230,26 @@ def simulate(request: Request, report: Report | None = None) -> Result:
     return Result(request, tuple(results))
 
 
+def planners_of(request: Request, model: LayerModel) -> list[Simulated]:
+    """What a request simulates, ``none`` first; raises like :func:`simulate`."""
+    objective = request.objective or Time(model.cost_model(round(request.tokens)))
+    return [
+        planner
+        if isinstance(planner, Simulated)
+        else make_planner(
+            planner,
+            request.topology,
+            request.trace.num_experts,
+            request.spare_slots,
+            objective,
+            request.candidates,
+        )
+        for planner in ("none", *(name for name in request.planners if name != "none"))
+    ]
+
+
 @contextmanager
-def _one_thread_per_solve() -> Iterator[None]:
+def one_thread_per_solve() -> Iterator[None]:
     """Threads work on different microbatches, so that no solve needs several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -254,15 +259,23 @@ def _one_thread_per_solve() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def sampled_rows(trace: Trace, samples: int | None, window: int = 0) -> npt.NDArray[np.int64]:
-    """Which layers of steps to look at: rows of ``[steps * layers]``, those of whole steps.
+def sampled_steps(steps: int, layers: int, samples: int | None, window: int = 0) -> int:
+    """How many whole steps make at most ``samples`` microbatches; one at least.
 
-    At most ``samples`` (but one step at least), evenly spaced. A planner that needs a window of
-    history is given steps that have one, if there are any.
+    A planner that needs a window of history is given steps that have one, if there are any.
+    """
+    steps -= window if steps > window else 0
+    return steps if samples is None else min(max(samples // layers, 1), steps)
+
+
+def sampled_rows(trace: Trace, samples: int | None, window: int = 0) -> npt.NDArray[np.int64]:
+    """Which layers of steps to look at: rows of ``[steps * layers]``, evenly spaced.
+
+    Those of whole steps, as many as :func:`sampled_steps` says.
     """
     first = window if trace.num_steps > window else 0
     steps = trace.num_steps - first
-    wanted = steps if samples is None else min(max(samples // trace.num_layers, 1), steps)
+    wanted = sampled_steps(trace.num_steps, trace.num_layers, samples, window)
     # The middles of equal parts of the trace: each step stands for those around it.
     chosen_steps = first + (np.arange(wanted) * 2 + 1) * steps // (2 * wanted)
     rows: npt.NDArray[np.int64] = (
@@ -271,12 +284,16 @@ def sampled_rows(trace: Trace, samples: int | None, window: int = 0) -> npt.NDAr
     return rows
 
 
+def samples_of(request: Request, planner: Simulated) -> int | None:
+    """The most microbatches that a planner of a request plans for; None: all."""
+    return request.slow_samples if planner.slow else request.samples
+
+
 def _run(
     request: Request, model: LayerModel, planner: Simulated, report: Report | None
 ) -> tuple[_Measured, npt.NDArray[np.int64]]:
     """Plans for the sampled steps; returns what came out, and the rows of ``[steps * layers]``."""
-    limit = request.slow_samples if planner.slow else request.samples
-    rows = sampled_rows(request.trace, limit, planner.window)
+    rows = sampled_rows(request.trace, samples_of(request, planner), planner.window)
     return _measure_all(request, model, planner, rows, report), rows
 
 
@@ -291,7 +308,7 @@ def _measure_all(
     done = 0
     parts = []
     with ThreadPoolExecutor(request.threads) as pool:
-        for part in pool.map(lambda chunk: _measure(request, model, planner, chunk), chunks):
+        for part in pool.map(lambda chunk: measure(request, model, planner, chunk), chunks):
             parts.append(part)
             done += len(part.imbalance)
             if report is not None:
@@ -304,9 +321,10 @@ def _measure_all(
     )
 
 
-def _measure(
+def measure(
     request: Request, model: LayerModel, planner: Simulated, rows: npt.NDArray[np.int64]
 ) -> _Measured:
+    """Plans for these rows of ``[steps * layers]``, and predicts what the plans do."""
     trace = request.trace
     steps, layers = np.divmod(rows, trace.num_layers)
     counts = trace.counts[steps, layers]
@@ -426,46 +444,6 @@ def _sum_up(
         layer_speedups=tuple(float(v) for v in by_layer(reference) / by_layer(total)),
         layer_imbalances=tuple(float(v) for v in by_layer(plain.imbalance)),
         plans_per_second=len(rows) / max(measured.seconds, 1e-9),
-    )
-
-
-def rescale(trace: Trace, tokens: int) -> Trace:
-    """The same routing with another number of tokens per rank and microbatch, on average.
-
-    Every count is multiplied and rounded to the nearest integer, so shares stay what they are
-    within half a token.
-
-    Raises:
-        ValueError: tokens is not positive, or the trace is empty.
-    """
-    if tokens < 1:
-        raise ValueError(f"tokens={tokens}; expected at least 1")
-    routed = trace.counts.sum(dtype=np.int64) / trace.num_steps / trace.num_layers
-    if routed == 0:
-        raise ValueError("the trace holds no tokens to scale")
-    factor = tokens * trace.top_k * trace.num_ranks / float(routed)
-    counts = np.rint(trace.counts * factor).astype(np.int32)
-    meta = {**trace.meta, "scaled_to_tokens": tokens}
-    return dataclasses.replace(trace, counts=counts, meta=meta)
-
-
-def regroup(trace: Trace, topology: Topology) -> Trace:
-    """The same routing over another number of expert-parallel ranks.
-
-    With fewer ranks the first of them stay; with more, ranks are repeated in turn: source ranks
-    route alike, since data is dealt to them at random.
-
-    Raises:
-        ValueError: E does not divide over the ranks.
-    """
-    ranks = topology.num_ranks
-    sources = np.arange(ranks) % trace.num_ranks
-    meta = {**trace.meta, "regrouped_from_ranks": trace.num_ranks}
-    return Trace(
-        np.ascontiguousarray(trace.counts[:, :, sources]),
-        topology.node_of_rank,
-        trace.top_k,
-        meta=meta,
     )
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from topoep.simulator.cluster import Cluster
-from topoep.simulator.simulate import Report, Request, regroup, simulate
+from topoep.simulator.reshape import regroup
+from topoep.simulator.simulate import Report, Request, simulate
 from topoep.simulator.workloads import MEGATRON, generate
 
 SKEWS = (1.0, 1.2, 1.5, 2.0, 3.0)

@@ -23,8 +23,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
+from topoep.memory import check_memory
+from topoep.plan import MAX_TOKENS
 from topoep.topology import Topology
-from topoep.trace import MAX_LAYERS, Trace
+from topoep.trace import MAX_BYTES, MAX_LAYERS, MAX_STEPS, Trace
 
 Counts = npt.NDArray[np.int32]
 Weights = npt.NDArray[np.float64]
@@ -241,9 +243,10 @@ def megatron(
     even = np.ones(experts)
     block = max(experts // ranks, top_k)
     if workload == "W0":
-        first = np.arange(ranks)[:, None] * tokens * top_k
-        ids = (first + np.arange(tokens * top_k)) % experts
-        return np.stack([np.bincount(row, minlength=experts) for row in ids]).astype(np.int32)
+        routed = tokens * top_k
+        first = np.arange(ranks)[:, None] * routed  # the ids go on from rank to rank
+        one_more = (np.arange(experts) - first) % experts < routed % experts
+        return (routed // experts + one_more).astype(np.int32)
     if workload == "W4":
         own = (tokens * rng.normal(0.5, 0.35, ranks).clip(0, 1)).astype(np.int64)
         share = inclusion(even, top_k)
@@ -334,6 +337,7 @@ def generate(
     steps: int = 8,
     layers: int = 4,
     seed: int = 0,
+    report: Callable[[int, int], None] | None = None,
 ) -> Trace:
     """A generated trace.
 
@@ -347,26 +351,34 @@ def generate(
         steps: microbatches.
         layers: each with a popularity of its own.
         seed: of everything.
+        report: called with the number of layers that are made, and of all.
 
     Raises:
-        ValueError: an unknown name, sizes that do not fit, or a skew that cannot be reached.
+        ValueError: an unknown name, sizes that do not fit each other or this machine's memory, or a
+            skew that cannot be reached.
     """
     if name not in GENERATORS:
         raise ValueError(f"generator {name!r}; expected one of {', '.join(GENERATORS)}")
     ranks = topology.num_ranks
     if experts % ranks:
         raise ValueError(f"{experts} experts do not divide over {ranks} ranks")
-    for what, value in (("steps", steps), ("layers", layers), ("tokens", tokens)):
-        if value < 1:
-            raise ValueError(f"{what}={value}; expected at least 1")
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k={top_k}; expected 1 to {experts}")
     if not 1 <= skew < float("inf"):
         raise ValueError(f"skew={skew}; the fullest rank has at least the mean, 1")
+    check_sizes(steps, layers, ranks, experts)
+    if not 1 <= tokens * top_k * ranks <= MAX_TOKENS:
+        raise ValueError(
+            f"tokens={tokens}: {ranks} ranks with top-{top_k} route {tokens * top_k * ranks} of "
+            f"them in a microbatch; expected at least 1, and a plan covers at most {MAX_TOKENS} "
+            "(kMaxTokens)"
+        )
     node_ranks = len(topology.ranks_of_node(0))
     sizes = {"tokens": tokens, "top_k": top_k}
-    parts = []
+    counts = np.empty((steps, layers, ranks, experts), dtype=np.int32)
     for layer in range(layers):
+        if report is not None:
+            report(layer, layers)
         own = seed * MAX_LAYERS + layer
         if name in MEGATRON:
             part = np.stack(
@@ -378,8 +390,24 @@ def generate(
             part = bursty(ranks, experts, skew, own, steps, **sizes)
         else:
             part = skewed(name, ranks, experts, skew, own, steps, node_ranks, **sizes)
-        parts.append(part)
+        counts[:, layer] = part
     meta = {"generator": name, "seed": seed}
     if name not in MEGATRON:
         meta["skew"] = skew
-    return Trace(np.stack(parts, axis=1), topology.node_of_rank, top_k, meta=meta)
+    return Trace(counts, topology.node_of_rank, top_k, meta=meta)
+
+
+def check_sizes(steps: int, layers: int, ranks: int, experts: int) -> None:
+    """Raises ValueError if a trace of these sizes cannot be made, with what it would take."""
+    for what, value, most in (("steps", steps, MAX_STEPS), ("layers", layers, MAX_LAYERS)):
+        if not 1 <= value <= most:
+            raise ValueError(f"{what}={value}; expected 1 to {most}")
+    shape = f"{steps} steps x {layers} layers x {ranks} ranks x {experts} experts"
+    total = np.dtype(np.int32).itemsize * steps * layers * ranks * experts
+    if total > MAX_BYTES:
+        raise ValueError(
+            f"{shape} would take {total / 1e9:.1f} GB of memory; a trace may take at most "
+            f"{MAX_BYTES / 1e9:.1f} GB (MAX_BYTES): lower steps or layers"
+        )
+    # While a layer is made there are its steps one by one and joined besides.
+    check_memory(total + 2 * total // layers, shape, "lower steps or layers")

@@ -7,7 +7,7 @@ import logging
 
 import torch.distributed as dist
 
-from topoep.checks import check_int, check_type
+from topoep.checks import check_choice, check_int, check_type
 from topoep.topology import Topology
 from topoep.transports.base import Pending, Transport
 from topoep.transports.c10d import C10dTransport
@@ -70,8 +70,7 @@ def make_transport(
 def _check_arguments(
     name: str, topology: Topology, group: dist.ProcessGroup | None, comm_sms: int
 ) -> PlaneSettings:
-    if name not in TRANSPORTS:
-        raise ValueError(f"transport={name!r}; expected one of {', '.join(TRANSPORTS)}")
+    check_choice(name, "transport", TRANSPORTS)
     if name == "local" and group is not None:
         raise ValueError(
             "transport='local' simulates all ranks in this process and takes no group; use "

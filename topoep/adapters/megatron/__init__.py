@@ -29,7 +29,8 @@ from topoep.adapters.megatron.copies import (
 )
 from topoep.adapters.megatron.routing import BalancedDispatcher, LayerRouting
 from topoep.adapters.megatron.tables import Place, Table, register_weight_table, weight_table
-from topoep.adapters.shared import BalancerOptions, OnPlan, shared_balancer
+from topoep.adapters.options import OnPlan, read_options
+from topoep.adapters.shared import shared_balancer
 from topoep.balancer import Balancer
 from topoep.topology import Topology
 
@@ -64,8 +65,12 @@ def enable(
         ImportError: megatron-core is missing, of a version that is not supported, or differs from
             what this adapter was written for.
         ValueError: there is no MoE layer, a layer is balanced already, its experts are on one rank,
-            it has options that copies do not work with, or exceeds what DeepEP can take.
+            it has options that copies do not work with, or exceeds what DeepEP can take; or an
+            option is out of range.
+        TypeError: an option is not one of these, or of another type.
     """
+    given = {"spare_slots": spare_slots, "topology": topology, **balancer_options}
+    options = read_options("megatron.enable", given, on_plan, ("allow_none",))
     check_upstream()
     layers = list(_moe_layers(model))
     if not layers and not allow_none:
@@ -75,7 +80,6 @@ def enable(
         )
     for layer in layers:
         _check_layer(layer)
-    options = BalancerOptions(spare_slots, topology, **balancer_options)
     for layer in layers:
         balancer = shared_balancer(layer.ep_group, layer.config.num_moe_experts, options)
         _check_same_topology(balancer.topology, layer.token_dispatcher)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from topoep import ops
-from topoep.adapters.shared import OnPlan
+from topoep.adapters.options import OnPlan
 from topoep.balancer import Balancer
 from topoep.plan import Plan
 from topoep.recompute import in_backward
