@@ -103,18 +103,18 @@ SOLVERS = ("portfolio", "taot")
 # choice takes first. "0.5t" is half of the tolerance. Tighter caps than t sometimes need fewer
 # copies by luck, looser ones serve where t cannot be met.
 BALANCE = """
-    mean+1t:H22122a mean+1t:F0 mean+1t:H00122aw mean+1t:H10122A mean+1%:F mean+0.9t:H20010
-    mean+1t:F mean+1t:H12022 mean+1t:H00122a mean+1t:H02122aw mean+20%:H02110 mean+5%:F0
-    mean+1t:H12120a mean+1t:H20000A mean+1t:H22112w mean+0.75t:H22122 load#8:H20100
-    mean+1t:H02012a mean+1t:H10112w mean+1%:H20102 mean+1%:F0 mean+1t:H22122A mean+1t:H22120
-    mean+1.5t:H02002 mean+0.9t:F0 mean+0.9t:H12122 mean+1t:H02112a mean+0.5t:H20122 mean+1t:H22022
-    mean+1t:H12000A mean+0.9t:H10022 mean+4t:H00102 mean+0.9t:H00102 load#8:H22002
-    mean+0.9t:H20120 mean+2t:H20000 mean+20%:H20012 mean+1t:H12110A mean+1t:H02100a
-    mean+1t:H20102A mean+1t:H20012w mean+0.75t:F mean+0.2%:F0 mean+0.75t:H10000 mean+0.75t:F0
-    mean+0.75t:H12122 mean+1t:H20122 mean+1t:H22012A mean+0.9t:H22102 mean+1t:H12002
-    mean+0.5t:H02022 mean+1t:H10012 mean+1t:H02102aw mean+1t:H12112a mean+1t:H10120A
-    mean+0.75t:H02020 mean+5%:H00120 mean+1t:H12122aw load#12:H20122 node+1t:H00002 mean+1t:H22102
-    mean+4t:F0 load#12:F
+    mean+1t:H22122a mean+1t:F mean+1t:H00122aw mean+0.9t:F0 mean+1t:H10012 mean+1%:F0
+    mean+1t:H00120a mean+1t:H10122A mean+20%:H02110 mean+1t:H02110aw mean+5%:F0 mean+1t:H20022
+    mean+1t:H22122w mean+0.9t:H12122 mean+1t:H02000A mean+1t:H10120w mean+1%:H12112
+    mean+0.75t:H22122 mean+0.2%:F0 mean+1t:H02112a mean+4t:H02002 mean+1t:H22122A mean+0.9t:H20122
+    mean+1.5t:H02112 mean+0.9t:H12022 mean+1t:H10112aw mean+1t:H22010a mean+1t:H12120
+    load#8:H20110 mean+1t:H00102a mean+0.75t:F mean+1t:H10000A mean+1t:H12002 mean+5%:H22020
+    mean+0.5t:H10122 mean+0.75t:F0 mean+1t:H20012aw mean+0.75t:H20010 mean+2t:F0 mean+0.9t:H00100
+    mean+1t:H12122aw mean+0.25t:F mean+0.75t:H10000 mean+1t:H22120 mean+1t:H22012A node+1t:H00002
+    mean+1t:H20100A mean+4t:F0 mean+1t:H02112w mean+1t:H02022a mean+1t:H12110A mean+2t:H00110
+    mean+0.5t:H02022 mean+1t:H22102 mean+1t:H10022 mean+0.75t:H02022 mean+1t:H20122
+    mean+0.9t:H02112 mean+0.9t:H00020 mean+1t:H22102aw mean+0.9t:F mean+1t:H10120A
+    mean+0.75t:H12022
 """.split()
 
 # A list for ``Even``: every prefix of it is the best of its length over many loads.
