@@ -34,7 +34,8 @@ from topoep.simulator import workloads as loads
 Row = dict[str, Any]
 
 TOLERANCES = (0.002, 0.01, 0.05)
-FAMILY = (*ALL_POLICIES, *(policy + "a" for policy in ALL_POLICIES if policy.startswith("H")))
+BY_NODES = [policy for policy in ALL_POLICIES if policy.startswith("H")]
+FAMILY = (*ALL_POLICIES, *(p + suffix for suffix in ("a", "w", "aw") for p in BY_NODES))
 ONE = "H22112a"
 
 
@@ -50,7 +51,8 @@ RULES: dict[str, tuple[Callable[[str], bool], str]] = {
     "round-up": (digit(3, "0"), "H22012a"),
     "item order": (digit(4, "0"), "H22102a"),
     "pair fit": (digit(5, "0"), "H22110a"),
-    "affinity": (lambda policy: not policy.endswith("a"), "H22112"),
+    "affinity": (lambda policy: "a" not in policy, "H22112"),
+    "whole rooms": (lambda policy: "w" not in policy, ONE),
     "nodes first": (lambda policy: not policy.startswith("H"), "F"),
     "flat policies": (lambda policy: policy.startswith("H"), ONE),
     "more than one policy": (lambda policy: policy == ONE, ONE),
@@ -98,7 +100,8 @@ def measure(todo: Sequence[Problem]) -> list[Row]:
     for rule, (keeps, single) in RULES.items():
         without = of_policies(todo, [policy for policy in FAMILY if keeps(policy)])
         more, missed = compare(full, without)
-        one_more, one_missed = compare(one, of_policies(todo, [single]))
+        has_rule = of_policies(todo, [ONE + "w"]) if rule == "whole rooms" else one
+        one_more, one_missed = compare(has_rule, of_policies(todo, [single]))
         rows.append(
             {
                 "without": rule,
