@@ -66,12 +66,24 @@ def topology_problem(topology: Topology) -> str:
     """Why the kernels cannot serve this topology, in words."""
     sizes = [len(topology.ranks_of_node(node)) for node in range(topology.num_nodes)]
     if len(set(sizes)) > 1:
-        return f"nodes have different numbers of ranks ({min(sizes)} to {max(sizes)})"
-    if list(topology.node_of_rank) != sorted(topology.node_of_rank):
         return (
-            "the ranks of a node are not consecutive in the group; the kernels number the network "
-            "by rank (create the group with its ranks ordered by node)"
+            f"nodes have different numbers of ranks ({min(sizes)} to {max(sizes)}); the kernels "
+            "need equally many on every node (give the group as many ranks of each)"
         )
+    return ""
+
+
+def table_problem(topology: Topology, measured: Topology) -> str:
+    """Where the node table and the one by host name differ first, in words; empty: nowhere."""
+    for rank in range(topology.num_ranks):
+        given, found = (t.ranks_of_node(t.node_of_rank[rank])[0] for t in (topology, measured))
+        if given != found:
+            where = "with no lower rank" if given == rank else f"in the node of rank {given}"
+            there = "with no lower rank" if found == rank else f"in the node of rank {found}"
+            return (
+                f"the topology has rank {rank} {where}, by host name it is {there}: "
+                "Topology.from_group(group) makes the table by host name and TOPOEP_NODE"
+            )
     return ""
 
 
@@ -83,10 +95,19 @@ class NcclConnector:
         problem = local_problem(topology)
         if not problem and not over_group.moves_cuda:
             problem = f"the backend of the group is {over_group.backend!r}; CUDA tensors need nccl"
+        if not problem:
+            try:
+                _use_comm_of_group()
+            except RuntimeError as error:
+                problem = str(error)
         return problem
 
     def connect(self, topology: Topology, group: dist.ProcessGroup) -> tuple[Plane | None, str]:
-        """A communicator of the group's ranks. Collective.
+        """A communicator of the group's ranks, numbered node by node. Collective.
+
+        NCCL joins consecutive ranks by load and store. Groups whose ranks alternate between nodes
+        therefore get a communicator in another order than the group's; kernels go on speaking of
+        the group's ranks, and the network translates.
 
         Returns:
             The plane over it, and why it cannot serve; one of the two is empty.
@@ -94,21 +115,33 @@ class NcclConnector:
         ops = torch.ops.topoep
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         device = torch.device("cuda", torch.cuda.current_device())
+        measured = Topology.from_group(group)
+        order = topology.rank_order
+        adopt = _use_comm_of_group()
+        if adopt and order != tuple(range(size)):
+            adopt = False
+            if rank == 0:
+                _logger.warning(
+                    "TOPOEP_NCCL_COMM=group: the group does not have its ranks node by node, and "
+                    "NCCL joins consecutive ranks only; a communicator in the order of the nodes "
+                    "is made instead"
+                )
         comm = 0
         try:
-            if _use_comm_of_group():
+            if adopt:
                 backend: Any = group._get_backend(device)
                 comm = ops.nccl_comm_adopt(backend._comm_ptr())
             else:
-                comm = ops.nccl_comm_create(_shared_id(group), size, rank)
+                comm = ops.nccl_comm_create(_shared_id(group), size, order.index(rank))
             local_ranks = len(topology.ranks_of_node(topology.node_of_rank[rank]))
-            problem = ops.nccl_comm_problem(comm, topology.num_nodes, local_ranks)
+            problem = ops.nccl_comm_problem(comm, order, local_ranks, rank)
         except (AttributeError, RuntimeError) as error:
             problem = str(error)
         if problem:
             if comm:
                 ops.nccl_comm_close(comm, True)
-            return None, problem
+            table = table_problem(topology, measured)
+            return None, f"{problem}; {table}" if table else problem
 
         def smallest(value: int) -> int:
             values: list[int] = [0] * size
@@ -161,7 +194,7 @@ class NcclTransport(C10dTransport):
     are enqueued on the current stream and never wait for the host.
 
     Args:
-        topology: ranks of a node consecutive, nodes of equal size.
+        topology: nodes of equal size, in any arrangement of the ranks.
         group: its ranks.
         plane: windows and kernels, from :class:`NcclConnector`.
         settings: sizes; the defaults, with ``TOPOEP_TIMEOUT_S``, if None.
