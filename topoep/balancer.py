@@ -306,12 +306,18 @@ class Balancer:
     ) -> Plan:
         rank = self.held_ranks[0] if len(self.held_ranks) == 1 else None
         plan = make_plan(
-            self.config, counts, self._candidates, rank, num_invalid, owner=self, topk_ids=ids
+            self.config,
+            counts,
+            self._candidates,
+            rank,
+            num_invalid,
+            owner=self,
+            topk_ids=ids,
+            solve_counts=self.transport.solve,
         )
         if self._debug:
             check_plan(plan, self.transport)
         self._num_plans += 1
-        self.transport.prepare(plan)
         return plan
 
     def history(self, layer: object) -> PlanHistory:

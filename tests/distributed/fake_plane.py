@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from topoep.plan import Plan, PlanConfig
+from topoep import ops
+from topoep.plan import PlanConfig
 from topoep.topology import Topology
 from topoep.transports import LocalTransport
 from topoep.transports.plane import Plane, PlaneSettings, Window
@@ -53,13 +54,14 @@ class FakePlane(Plane):
         dist.all_gather(rows, row, group=self.group)
         return torch.stack(rows)
 
-    def lists(self, plan: Plan) -> torch.Tensor:
-        self.calls.append("lists")
-        return torch.full((3,), plan.token)
+    def solve(self, counts, topology, spare_slots, candidates, objective):
+        self.calls.append("solve")
+        tables = ops.solve(counts, topology, spare_slots, candidates, objective, self.rank)
+        return (*tables, tables[0] + 1000)
 
-    def replicate(self, plan, lists, home, spare) -> None:
+    def replicate(self, plan, home, spare) -> None:
         self.calls.append("replicate")
-        assert lists.tolist() == [plan.token] * 3
+        assert torch.equal(plan.lists, plan.slot_expert + 1000)
         mine = self._resolve(home, [(self.config.experts_per_rank, t) for t in spare])
         everyone: list = [None] * self.config.num_ranks
         dist.all_gather_object(everyone, mine, self.group)
@@ -72,9 +74,9 @@ class FakePlane(Plane):
         for target, source in zip(spare, out[self.rank], strict=True):
             target.copy_(source)
 
-    def reduce(self, plan, lists, slot_table, slot_grads, home_grads) -> None:
+    def reduce(self, plan, slot_table, slot_grads, home_grads) -> None:
         self.calls.append("reduce")
-        assert lists.tolist() == [plan.token] * 3
+        assert torch.equal(plan.lists, plan.slot_expert + 1000)
         (slot_type,), (home_type,) = {t.dtype for t in slot_grads}, {t.dtype for t in home_grads}
         assert {slot_type, home_type} <= {torch.float32, torch.bfloat16}
         mine = self._resolve(slot_table, [(self.config.spare_slots, t) for t in slot_grads])

@@ -221,6 +221,19 @@ def test_tensors_of_different_dtypes_are_reduced_apart():
         assert calls.count("reduce") == 2
 
 
+def rows_of_other_ranks(rank: int) -> None:
+    balancer, _ = balancer_over_fake()
+    plan = balancer.plan_from_counts(hot_counts(0))
+    assert torch.equal(plan.lists, plan.slot_expert + 1000)
+    assert plan.for_rank(1 - rank % 2).lists is plan.lists, "they are this process's"
+    with pytest.raises(RuntimeError, match="not made by the solve of this transport"):
+        plane.lists_of(topoep.solve(hot_counts(0), topoep.Topology(node_of_rank=NODES), SPARE))
+
+
+def test_transfer_lists_come_with_the_plan():
+    run_ranks(4, rows_of_other_ranks)
+
+
 def steady_steps(rank: int) -> list[str]:
     connector = use(FakeConnector())
     setup = Setup(NODES, 8, [24, 9, 0, 30], layers=2, dtype=torch.float32)
@@ -246,7 +259,7 @@ def test_steps_after_the_first_make_no_memory_and_always_call_alike():
     for calls in run_ranks(4, steady_steps):
         half = len(calls) // 2
         assert calls[:half] == calls[half:]
-        assert {"exchange", "lists", "replicate", "reduce"} == set(calls)
+        assert {"exchange", "solve", "replicate", "reduce"} == set(calls)
         assert calls.count("exchange") == 4, "weights of BalancedExperts are shared, not staged"
 
 

@@ -161,7 +161,7 @@ def test_training_with_autograd_does_not_synchronise(balancer):
 
 
 def test_counts_and_plan_take_three_kernels(balancer):
-    """Histogram, exchange, solve; the transfer lists are a fourth, beside the rerouting."""
+    """Histogram, exchange, and a solve that also makes the transfer lists."""
     ids = ids_of(0, 1)[0]
     balancer.plan(ids)
     torch.cuda.synchronize()
@@ -173,7 +173,7 @@ def test_counts_and_plan_take_three_kernels(balancer):
         for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    stages = ("histogram", "exchange_counts", "solve", "stream_lists")
+    stages = ("histogram", "exchange_counts", "solve")
     assert sorted(next((s for s in stages if s in n), n) for n in on_device) == sorted(stages)
 
 

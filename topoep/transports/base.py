@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from topoep import ops
 from topoep.plan import Plan, PlanConfig
 
 #: The weight tensors of one rank's experts, experts in dimension 0.
@@ -57,8 +58,21 @@ class Transport(ABC):
     def close(self) -> None:  # noqa: B027
         """Frees what the transport holds; nothing may be called after it. May be collective."""
 
-    def prepare(self, plan: Plan) -> None:  # noqa: B027
-        """Called once for every new plan: a transport may enqueue work that only needs the plan."""
+    def solve(
+        self,
+        counts: Tensor,
+        topology: Tensor,
+        spare_slots: int,
+        candidates: Sequence[int],
+        objective: Sequence[int],
+        rank: int,
+    ) -> tuple[Tensor, ...]:
+        """As :func:`topoep.ops.solve`.
+
+        A transport may return one tensor more, which becomes ``plan.lists``: what it derives from
+        the plan for itself, in the same launch.
+        """
+        return ops.solve(counts, topology, spare_slots, candidates, objective, rank)
 
     def share(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027
         """Moves tensors to memory that other ranks can read, where that helps. May be collective.

@@ -35,6 +35,7 @@ from topoep.transports.plane import (
     PlaneSettings,
     Window,
     describe_error,
+    lists_of,
     timeout_from_environment,
 )
 
@@ -230,7 +231,6 @@ class NcclTransport(C10dTransport):
         self._failure = ""
         self._closed = False
         self._num_experts = 0
-        self._lists: weakref.WeakKeyDictionary[Plan, Tensor] = weakref.WeakKeyDictionary()
         self._shared: dict[int, _Shared] = {}  # by address
         self._stages: dict[object, tuple[Weights, Tensor]] = {}
         self._grad_slots: dict[object, tuple[Weights, Tensor]] = {}
@@ -262,11 +262,21 @@ class NcclTransport(C10dTransport):
         with self._in_order("exchange"):
             return self._plane.exchange(counts[0])
 
-    def prepare(self, plan: Plan) -> None:
-        """See :meth:`Transport.prepare`."""
-        if plan.config.spare_slots > 0:
-            self._check_device(plan.counts, "the counts")
-            self._lists[plan] = self._plane.lists(plan)
+    def solve(
+        self,
+        counts: Tensor,
+        topology: Tensor,
+        spare_slots: int,
+        candidates: Sequence[int],
+        objective: Sequence[int],
+        rank: int,
+    ) -> tuple[Tensor, ...]:
+        """See :meth:`Transport.solve`: with the lists of the data plane, in one launch."""
+        if spare_slots == 0:  # nothing will be moved
+            return super().solve(counts, topology, spare_slots, candidates, objective, rank)
+        self._check_device(counts, "the counts")
+        assert rank == self.held[0], "the plane's rank is this process's"
+        return self._plane.solve(counts, topology, spare_slots, candidates, objective)
 
     # ---- weights -------------------------------------------------------------------------------
 
@@ -290,11 +300,10 @@ class NcclTransport(C10dTransport):
         self._check()
         (home,), (spare,) = weights, out
         table = self._table_of(home)
-        lists = self._lists_of(plan)
         if table is None:
             table = self._stage(home)
         with self._in_order("replicate"):
-            self._plane.replicate(plan, lists, table, spare)
+            self._plane.replicate(plan, table, spare)
 
     def start_replicate(
         self, plan: Plan, weights: Sequence[Weights], out: Sequence[Weights]
@@ -315,7 +324,7 @@ class NcclTransport(C10dTransport):
             plan.slot_expert,
             plan.copy_offsets,
             plan.copy_slots,
-            self._lists_of(plan),
+            lists_of(plan),
             *weights[0],
             *out[0],
         ):
@@ -362,7 +371,6 @@ class NcclTransport(C10dTransport):
         """See :meth:`Transport.reduce_grads`. float64 is not supported."""
         self._check()
         (grads,), (homes,) = slot_grads, out
-        lists = self._lists_of(plan)
         for slot_type, home_type in sorted(
             {(_slot_type(g.dtype), h.dtype) for g, h in zip(grads, homes, strict=True)}, key=str
         ):
@@ -379,7 +387,7 @@ class NcclTransport(C10dTransport):
             native = _slot_type(home_type) == home_type
             sums = [h if native else h.float() for _, h in chosen]
             with self._in_order("reduce"):
-                self._plane.reduce(plan, lists, table, slots, sums)
+                self._plane.reduce(plan, table, slots, sums)
             if not native:
                 for total, (_, home) in zip(sums, chosen, strict=True):
                     home.copy_(total)
@@ -472,11 +480,6 @@ class NcclTransport(C10dTransport):
                 stream.wait_stream(last)
         yield
         self._last_stream[kernel] = stream
-
-    def _lists_of(self, plan: Plan) -> Tensor:
-        if plan not in self._lists:
-            self.prepare(plan)
-        return self._lists[plan]
 
     def _check(self) -> None:
         """Raises if a kernel gave up since the last call; reads host memory only."""
