@@ -25,12 +25,12 @@ from topoep.portfolio import SOLVERS, Candidate, choose_candidates
 from topoep.recompute import PlanHistory, Replay, in_backward
 from topoep.replicas import (
     BufferPool,
+    Copies,
     Lease,
     SlotBuffer,
     find_twin,
     prefetch,
     release,
-    replicate,
     shapes_of,
 )
 from topoep.topology import Topology
@@ -74,18 +74,27 @@ PlanObserver = Callable[[object | None, Tensor], None]
 class PendingReplicas:
     """Copies that are on their way: what :meth:`Balancer.replicate_async` returns."""
 
-    def __init__(self, lease: Lease | None, guests: WeightsOrList) -> None:
-        self._lease = lease
-        self._guests = guests
+    def __init__(
+        self, copies: Copies | None, group: Callable[[Sequence[Tensor]], WeightsOrList]
+    ) -> None:
+        self._copies = copies
+        self._group = group
+        self._guests: WeightsOrList | None = None
 
     def wait(self) -> WeightsOrList:
         """The weights in the spare slots; what is enqueued after this finds them there.
 
+        The first call, or :meth:`Balancer.release` without one, also decides when backward brings
+        their gradients home: before the backward of what comes earlier. So all ranks make it at the
+        same place among their collectives.
+
         Raises:
             RuntimeError: the slots were filled for another plan since.
         """
-        if self._lease is not None:
-            self._lease.wait()
+        if self._copies is not None:
+            self._copies.lease.wait()
+        if self._guests is None:
+            self._guests = self._group(() if self._copies is None else self._copies.tensors())
         return self._guests
 
 
@@ -178,7 +187,7 @@ class Balancer:
         self._num_plans = 0
         self._observers: OrderedDict[int, PlanObserver] = OrderedDict()
         # What replicate handed out, by plan and whether in a recomputation, until its release.
-        self._unreleased: dict[tuple[int, bool], list[Tensor]] = {}
+        self._unreleased: dict[tuple[int, bool], list[Copies]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Balancer:
         """Copies of a model share its balancer, as they share its process group."""
@@ -417,21 +426,24 @@ class Balancer:
                         f"{tensor.stride()}; expected contiguous tensors (tensor.contiguous())"
                     )
         self._debug_check("replicate", plan, per_rank[0])
-        flat = [t for tensors in per_rank for t in tensors]
-        lease: Lease | None = None
-        if self.spare_slots == 0:
-            guests = tuple(t.new_empty((0, *t.shape[1:])) for t in flat)
-        else:
+        copies: Copies | None = None
+        if self.spare_slots > 0:
             self._forget_unreleased(plan)
             lease = Lease(
                 self.transport, self._pool(per_rank), plan, per_rank, find_twin(plan, per_rank)
             )
-            guests = replicate(lease, flat)
+            copies = Copies(lease, [t for tensors in per_rank for t in tensors])
             plan.usage.current(in_backward()).leases.append(weakref.ref(lease))
-            self._unreleased.setdefault((plan.token, in_backward()), []).extend(guests)
+            self._unreleased.setdefault((plan.token, in_backward()), []).append(copies)
+        empty = [t.new_empty((0, *t.shape[1:])) for tensors in per_rank for t in tensors]
         size = len(per_rank[0])
-        grouped = [guests[i : i + size] for i in range(0, len(guests), size)]
-        return PendingReplicas(lease, grouped if isinstance(weights, list) else grouped[0])
+
+        def group(guests: Sequence[Tensor]) -> WeightsOrList:
+            flat = tuple(guests or empty)
+            grouped = [flat[i : i + size] for i in range(0, len(flat), size)]
+            return grouped if isinstance(weights, list) else grouped[0]
+
+        return PendingReplicas(copies, group)
 
     def release(self, outputs: TensorOrList, plan: Plan) -> TensorOrList:
         """Identity on the output of the experts that hands the spare slots to the next layer.
@@ -452,7 +464,8 @@ class Balancer:
         for lease in leases:
             lease.end_use()
         if leases:
-            guests = self._unreleased.pop((plan.token, in_backward()), [])
+            copies = self._unreleased.pop((plan.token, in_backward()), [])
+            guests = [guest for c in copies for guest in c.tensors()]
             held = tuple(release(leases, guests, held, refetch=self.replica_policy == "refetch"))
         usage.released = True
         return self._like(outputs, list(held))

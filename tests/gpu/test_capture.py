@@ -160,6 +160,38 @@ def test_training_with_autograd_does_not_synchronise(balancer):
     assert bool((weights[0].grad == 2).all())
 
 
+def test_training_with_autograd_is_captured(balancer):
+    """Backward too, whose sums are on a stream of their own."""
+    weights = (torch.nn.Parameter(torch.randn(EXPERTS, 8, 4, device="cuda")),)
+    balancer.share_weights(weights)
+    ids = ids_of(0, 1)[0]
+
+    def step() -> None:
+        weights[0].grad = None
+        plan = balancer.plan(ids)
+        guests = balancer.replicate_async(weights, plan).wait()
+        y = balancer.release((weights[0] ** 2).sum() + guests[0].sum(), plan)
+        balancer.prefetch(y, plan).backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    expected = 2 * weights[0].detach()
+    assert torch.equal(weights[0].grad, expected)
+    weights[0].grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(2):
+        weights[0].grad.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(weights[0].grad, expected)
+
+
 def test_counts_and_plan_take_three_kernels(balancer):
     """Histogram, exchange, and a solve that also makes the transfer lists."""
     ids = ids_of(0, 1)[0]

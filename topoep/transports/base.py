@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -126,6 +127,14 @@ class Transport(ABC):
         Transports that move data on the host, or need lists there, are done when this returns.
         """
         self.replicate(plan, weights, out)
+        return Pending()
+
+    def gradient_stream(self) -> AbstractContextManager[object]:
+        """Makes the stream current, if there is one, on which gradients of copies come home."""
+        return nullcontext()
+
+    def mark(self) -> Pending:
+        """What has been enqueued on the current stream; a stream may wait for it later."""
         return Pending()
 
     @abstractmethod

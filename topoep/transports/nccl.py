@@ -17,6 +17,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,7 +237,7 @@ class NcclTransport(C10dTransport):
         self._grad_slots: dict[object, tuple[Weights, Tensor]] = {}
         self._tables: dict[tuple[int, ...], Tensor] = {}
         self._last_stream: dict[str, torch.cuda.Stream] = {}
-        self._side_stream: torch.cuda.Stream | None = None
+        self._side_streams: dict[str, torch.cuda.Stream] = {}
 
     def configure(self, config: PlanConfig) -> None:
         """See :meth:`Transport.configure`."""
@@ -311,14 +312,11 @@ class NcclTransport(C10dTransport):
         """See :meth:`Transport.start_replicate`: on a stream of its own, of high priority."""
         if self._plane.device.type != "cuda":
             return super().start_replicate(plan, weights, out)
-        if self._side_stream is None:
-            self._side_stream = torch.cuda.Stream(self._plane.device, priority=-1)
-        side, current = self._side_stream, torch.cuda.current_stream(self._plane.device)
-        side.wait_stream(current)
+        side = self._side_stream("replicate")
+        side.wait_stream(torch.cuda.current_stream(self._plane.device))
         with torch.cuda.stream(side):
             self.replicate(plan, weights, out)
-        done = torch.cuda.Event()
-        done.record(side)
+            done = self.mark()
         # The allocator must not give their memory to others while the side stream reads it.
         for tensor in (
             plan.slot_expert,
@@ -329,7 +327,25 @@ class NcclTransport(C10dTransport):
             *out[0],
         ):
             tensor.record_stream(side)
-        return Pending(lambda: torch.cuda.current_stream(self._plane.device).wait_event(done))
+        return done
+
+    def mark(self) -> Pending:
+        """See :meth:`Transport.mark`."""
+        if self._plane.device.type != "cuda":
+            return super().mark()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._plane.device))
+        return Pending(lambda: torch.cuda.current_stream(self._plane.device).wait_event(event))
+
+    def _side_stream(self, kernel: str) -> torch.cuda.Stream:
+        """A stream of high priority for one kind of transfer, made when it is first used.
+
+        One for each: weights for the next layer must not queue behind the gradients of this one,
+        and may travel beside them.
+        """
+        if kernel not in self._side_streams:
+            self._side_streams[kernel] = torch.cuda.Stream(self._plane.device, priority=-1)
+        return self._side_streams[kernel]
 
     def _stage(self, home: Weights) -> Tensor:
         """Copies weights that were not shared into a window; the table of their addresses there.
@@ -365,6 +381,12 @@ class NcclTransport(C10dTransport):
 
     # ---- gradients -----------------------------------------------------------------------------
 
+    def gradient_stream(self) -> AbstractContextManager[object]:
+        """See :meth:`Transport.gradient_stream`: of high priority."""
+        if self._plane.device.type != "cuda":
+            return super().gradient_stream()
+        return torch.cuda.stream(self._side_stream("reduce"))
+
     def reduce_grads(
         self, plan: Plan, slot_grads: Sequence[Weights], out: Sequence[Weights]
     ) -> None:
@@ -380,13 +402,13 @@ class NcclTransport(C10dTransport):
                 if (_slot_type(g.dtype), h.dtype) == (slot_type, home_type)
             ]
             slots, table = self._slots_for(tuple(g for g, _ in chosen), slot_type)
-            for slot, (grad, _) in zip(slots, chosen, strict=True):
-                slot.copy_(grad)
             # The kernel knows float32 and bfloat16; others are widened, and rounded once at the
             # end as they are there.
             native = _slot_type(home_type) == home_type
             sums = [h if native else h.float() for _, h in chosen]
-            with self._in_order("reduce"):
+            with self._in_order("reduce"):  # the copies too: the launch before reads these slots
+                for slot, (grad, _) in zip(slots, chosen, strict=True):
+                    slot.copy_(grad)
                 self._plane.reduce(plan, table, slots, sums)
             if not native:
                 for total, (_, home) in zip(sums, chosen, strict=True):
