@@ -7,6 +7,8 @@ which hands over a wrong table is found out.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
@@ -70,7 +72,8 @@ class FakePlane(Plane):
             tuple(t.clone() if r == self.rank else torch.zeros_like(t) for t in spare)
             for r in range(self.config.num_ranks)
         ]
-        simulated.replicate(plan, everyone, out)
+        # A copy: what this reads of the plan on the host is not read for others.
+        simulated.replicate(replace(plan), everyone, out)
         for target, source in zip(spare, out[self.rank], strict=True):
             target.copy_(source)
 
@@ -86,7 +89,8 @@ class FakePlane(Plane):
         dist.all_gather_object(everyone, (mine, tuple(home_grads)), self.group)
         homes = [h for _, h in everyone]
         homes[self.rank] = tuple(home_grads)
-        LocalTransport(self.topology).reduce_grads(plan, [s for s, _ in everyone], homes)
+        slots = [s for s, _ in everyone]
+        LocalTransport(self.topology).reduce_grads(replace(plan), slots, homes)
         used = plan.slot_expert[self.rank] >= 0
         for slot in slot_grads:
             slot[used] = 0
