@@ -74,11 +74,9 @@ PlanObserver = Callable[[object | None, Tensor], None]
 class PendingReplicas:
     """Copies that are on their way: what :meth:`Balancer.replicate_async` returns."""
 
-    def __init__(
-        self, copies: Copies | None, group: Callable[[Sequence[Tensor]], WeightsOrList]
-    ) -> None:
-        self._copies = copies
-        self._group = group
+    def __init__(self, lease: Lease | None, make: Callable[[], WeightsOrList]) -> None:
+        self._lease = lease
+        self._make = make
         self._guests: WeightsOrList | None = None
 
     def wait(self) -> WeightsOrList:
@@ -91,10 +89,10 @@ class PendingReplicas:
         Raises:
             RuntimeError: the slots were filled for another plan since.
         """
-        if self._copies is not None:
-            self._copies.lease.wait()
+        if self._lease is not None:
+            self._lease.wait()
         if self._guests is None:
-            self._guests = self._group(() if self._copies is None else self._copies.tensors())
+            self._guests = self._make()
         return self._guests
 
 
@@ -426,24 +424,25 @@ class Balancer:
                         f"{tensor.stride()}; expected contiguous tensors (tensor.contiguous())"
                     )
         self._debug_check("replicate", plan, per_rank[0])
-        copies: Copies | None = None
-        if self.spare_slots > 0:
-            self._forget_unreleased(plan)
-            lease = Lease(
-                self.transport, self._pool(per_rank), plan, per_rank, find_twin(plan, per_rank)
-            )
-            copies = Copies(lease, [t for tensors in per_rank for t in tensors])
-            plan.usage.current(in_backward()).leases.append(weakref.ref(lease))
-            self._unreleased.setdefault((plan.token, in_backward()), []).append(copies)
-        empty = [t.new_empty((0, *t.shape[1:])) for tensors in per_rank for t in tensors]
+        flat = [t for tensors in per_rank for t in tensors]
         size = len(per_rank[0])
 
         def group(guests: Sequence[Tensor]) -> WeightsOrList:
-            flat = tuple(guests or empty)
-            grouped = [flat[i : i + size] for i in range(0, len(flat), size)]
+            grouped = [tuple(guests[i : i + size]) for i in range(0, len(guests), size)]
             return grouped if isinstance(weights, list) else grouped[0]
 
-        return PendingReplicas(copies, group)
+        if self.spare_slots == 0:
+            return PendingReplicas(
+                None, lambda: group([t.new_empty((0, *t.shape[1:])) for t in flat])
+            )
+        self._forget_unreleased(plan)
+        lease = Lease(
+            self.transport, self._pool(per_rank), plan, per_rank, find_twin(plan, per_rank)
+        )
+        copies = Copies(lease, flat)
+        plan.usage.current(in_backward()).leases.append(weakref.ref(lease))
+        self._unreleased.setdefault((plan.token, in_backward()), []).append(copies)
+        return PendingReplicas(lease, lambda: group(copies.tensors()))
 
     def release(self, outputs: TensorOrList, plan: Plan) -> TensorOrList:
         """Identity on the output of the experts that hands the spare slots to the next layer.
