@@ -125,6 +125,20 @@ def test_a_table_that_is_not_the_machines_is_refused_on_every_rank(nodes, hosts,
         assert calls[-1] == "close True"
 
 
+def connect_by_choice(rank: int) -> tuple:
+    nodes = [0, 0, 1, 1]
+    return connect(rank, nodes, nodes, "group" if rank == 2 else "own")
+
+
+def test_ranks_that_choose_different_communicators_are_told():
+    for calls, problem, _ in run_ranks(4, connect_by_choice):
+        assert calls == []
+        assert problem == (
+            "TOPOEP_NCCL_COMM is 'group' on rank 2 and 'own' on rank 0; set it to the same on all "
+            "ranks"
+        )
+
+
 def test_a_table_that_only_names_nodes_otherwise_is_the_same():
     given, measured = (
         topoep.Topology(node_of_rank=[1, 0, 1]),

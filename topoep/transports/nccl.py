@@ -120,6 +120,14 @@ class NcclConnector:
         measured = Topology.from_group(group)
         order = topology.rank_order
         adopt = _use_comm_of_group()
+        everyone = [False] * size
+        dist.all_gather_object(everyone, adopt, group)
+        if len(set(everyone)) > 1:
+            adopts, creates = everyone.index(True), everyone.index(False)
+            return None, (
+                f"TOPOEP_NCCL_COMM is 'group' on rank {adopts} and 'own' on rank {creates}; set it "
+                "to the same on all ranks"
+            )
         if adopt and order != tuple(range(size)):
             adopt = False
             if rank == 0:
