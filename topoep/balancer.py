@@ -397,7 +397,9 @@ class Balancer:
         """
         return self.replicate_async(weights, plan).wait()
 
-    def replicate_async(self, weights: WeightsOrList, plan: Plan) -> PendingReplicas:
+    def replicate_async(
+        self, weights: WeightsOrList, plan: Plan, *, since: Tensor | None = None
+    ) -> PendingReplicas:
         """As :meth:`replicate`, beside what is enqueued before ``wait()`` on the result.
 
         With transport ``nccl`` the copies travel on a stream of their own while the current stream
@@ -407,6 +409,9 @@ class Balancer:
         Args:
             weights: as for :meth:`replicate`.
             plan: from this balancer.
+            since: a tensor of the same forward pass that gradients flow to, say the router's input.
+                In backward the gradients of the copies travel beside the backward of all that was
+                made since then and is not the experts' own; since this call if None.
 
         Returns:
             An object whose ``wait()`` returns what :meth:`replicate` does.
@@ -439,7 +444,7 @@ class Balancer:
         lease = Lease(
             self.transport, self._pool(per_rank), plan, per_rank, find_twin(plan, per_rank)
         )
-        copies = Copies(lease, flat)
+        copies = Copies(lease, flat, since)
         plan.usage.current(in_backward()).leases.append(weakref.ref(lease))
         self._unreleased.setdefault((plan.token, in_backward()), []).append(copies)
         return PendingReplicas(lease, lambda: group(copies.tensors()))

@@ -194,9 +194,10 @@ class Lease:
 class _Join(torch.autograd.Function):
     """Identity on home weights, where the gradients of their copies join those of the experts.
 
-    Autograd runs backward what was made last first. This is made when the copies depart, so its
-    backward comes after that of all that was made until they were waited for (the dispatch of the
-    tokens, say), and only then the current stream has to wait for the sums.
+    Autograd runs backward what was made last first. This is made when the copies depart, or counts
+    as made even earlier, so its backward comes after that of all that was made until they were
+    waited for (the router, the dispatch), and only then the current stream has to wait for the
+    sums.
     """
 
     @staticmethod
@@ -323,12 +324,18 @@ class Copies:
     Args:
         lease: of the slots.
         weights: home weights, through which gradients flow back.
+        since: their gradients join those of the copies in backward after all that was made since
+            this tensor; since now if None.
     """
 
-    def __init__(self, lease: Lease, weights: Sequence[Tensor]) -> None:
+    def __init__(
+        self, lease: Lease, weights: Sequence[Tensor], since: Tensor | None = None
+    ) -> None:
         self.lease = lease
         self._grad_enabled = torch.is_grad_enabled()
         self._weights: tuple[Tensor, ...] = _Join.apply(*weights)
+        if since is not None:
+            _rank_with(since, self._weights)
         self._slots = lease.take()
         self._tensors: tuple[Tensor, ...] | None = None
 
@@ -345,6 +352,17 @@ class Copies:
                 setattr(guest, "_topoep_lease", self.lease)  # noqa: B010
             self._tensors, self._weights = guests, ()
         return self._tensors
+
+
+def _rank_with(tensor: Tensor, made: Sequence[Tensor]) -> None:
+    """Lets the backward of what one function made come where that of an earlier tensor does.
+
+    Of what is ready, autograd runs the highest sequence number first.
+    """
+    node: Any = next((t.grad_fn for t in made if t.grad_fn is not None), None)
+    earlier: Any = tensor.grad_fn
+    if node is not None and earlier is not None:
+        node._set_sequence_nr(earlier._sequence_nr())
 
 
 def release(

@@ -34,7 +34,10 @@ def use(connector: FakeConnector) -> FakeConnector:
 
 
 def backward_of_a_layer(rank: int, chunks: int) -> list[str]:
-    """What the backward of a layer enqueues, in order; "router": x's gradient is there."""
+    """What the backward of a layer and its router enqueues, in order.
+
+    "router" and "weights": those gradients are there; "below": that of the layer's input is.
+    """
     connector = use(FakeConnector())
     setup = Setup(NODES, 8, [24, 9, 0, 30], chunks=chunks, dtype=torch.float32)
     (layer,) = build_layers(setup, rank, dist.group.WORLD)
@@ -42,28 +45,33 @@ def backward_of_a_layer(rank: int, chunks: int) -> list[str]:
     calls = connector.planes[0].calls
     original = c10d._Flight.start
     c10d._Flight.start = lambda *a: (calls.append("tokens"), original(*a))[1]
-    scores = problem.weights.detach().requires_grad_()  # the router's, made before the layer
-    x = problem.x.detach().requires_grad_()
-    routed = x * scores.sum().sin()
-    scores.register_post_accumulate_grad_hook(lambda p: calls.append("router"))
-    for parameter in layer.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: calls.append("weights"))
-    y = layer(routed, problem.ids, scores)
+    router = torch.nn.Linear(problem.x.shape[1], 8, bias=False)
+    below = problem.x.detach().requires_grad_()
+    for name, leaves in (
+        ("router", router.parameters()), ("weights", layer.parameters()), ("below", [below]),
+    ):  # fmt: skip
+        for leaf in leaves:
+            leaf.register_post_accumulate_grad_hook(lambda p, name=name: calls.append(name))
+    x = below * 2
+    scores = router(x).softmax(-1).gather(1, problem.ids)
+    y = layer(x, problem.ids, scores)
     calls.clear()
     y.backward(problem.grad_y)
     return [call for call in calls if not call.startswith("window")]
 
 
-def test_gradients_start_home_before_those_of_the_tokens_and_join_after_them():
+def test_gradients_start_home_before_those_of_the_tokens_and_join_after_the_router():
     for calls in run_ranks(4, backward_of_a_layer, 1):
         # Combined tokens go back, then the copies' gradients start, then those of the dispatch.
-        assert calls == ["tokens", "reduce", "tokens", "weights", "weights", "router"]
+        assert calls[:4] == ["tokens", "reduce", "tokens", "router"]
+        assert sorted(calls[4:]) == ["below", "weights", "weights"]
 
 
 def test_with_chunks_they_start_before_the_home_experts_have_run():
     for calls in run_ranks(4, backward_of_a_layer, 3):
         assert calls[:4] == ["tokens", "tokens", "tokens", "reduce"]
-        assert calls[4:] == ["tokens"] * 3 + ["weights", "weights", "router"]
+        assert calls[4:8] == ["tokens"] * 3 + ["router"]
+        assert sorted(calls[8:]) == ["below", "weights", "weights"]
 
 
 def weights_as_leaves(rank: int) -> list[str]:
