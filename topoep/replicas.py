@@ -335,7 +335,7 @@ class Copies:
         self._grad_enabled = torch.is_grad_enabled()
         self._weights: tuple[Tensor, ...] = _Join.apply(*weights)
         if since is not None:
-            _rank_with(since, self._weights)
+            _rank_before(since, self._weights)
         self._slots = lease.take()
         self._tensors: tuple[Tensor, ...] | None = None
 
@@ -354,15 +354,16 @@ class Copies:
         return self._tensors
 
 
-def _rank_with(tensor: Tensor, made: Sequence[Tensor]) -> None:
-    """Lets the backward of what one function made come where that of an earlier tensor does.
+def _rank_before(tensor: Tensor, made: Sequence[Tensor]) -> None:
+    """Lets the backward of what one function made come just before that of an earlier tensor.
 
-    Of what is ready, autograd runs the highest sequence number first.
+    Of what is ready, autograd runs the highest sequence number first. Before and not after it: a
+    wrapper may have put a function there whose backward takes the gradients of all weights (FSDP2).
     """
     node: Any = next((t.grad_fn for t in made if t.grad_fn is not None), None)
     earlier: Any = tensor.grad_fn
     if node is not None and earlier is not None:
-        node._set_sequence_nr(earlier._sequence_nr())
+        node._set_sequence_nr(earlier._sequence_nr() + 1)
 
 
 def release(

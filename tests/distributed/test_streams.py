@@ -33,7 +33,21 @@ def use(connector: FakeConnector) -> FakeConnector:
 # ---- the order of a backward ---------------------------------------------------------------------
 
 
-def backward_of_a_layer(rank: int, chunks: int) -> list[str]:
+class Wrapper(torch.autograd.Function):
+    """What FSDP2 puts on the inputs of a module: its backward takes the weights' gradients."""
+
+    @staticmethod
+    def forward(ctx, x, calls):
+        ctx.calls = calls
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.calls.append("wrapper")
+        return grad, None
+
+
+def backward_of_a_layer(rank: int, chunks: int, wrapped: bool = False) -> list[str]:
     """What the backward of a layer and its router enqueues, in order.
 
     "router" and "weights": those gradients are there; "below": that of the layer's input is.
@@ -53,8 +67,8 @@ def backward_of_a_layer(rank: int, chunks: int) -> list[str]:
         for leaf in leaves:
             leaf.register_post_accumulate_grad_hook(lambda p, name=name: calls.append(name))
     x = below * 2
-    scores = router(x).softmax(-1).gather(1, problem.ids)
-    y = layer(x, problem.ids, scores)
+    scores = router(x * 1).softmax(-1).gather(1, problem.ids)
+    y = layer(Wrapper.apply(x, calls) if wrapped else x, problem.ids, scores)
     calls.clear()
     y.backward(problem.grad_y)
     return [call for call in calls if not call.startswith("window")]
@@ -63,15 +77,18 @@ def backward_of_a_layer(rank: int, chunks: int) -> list[str]:
 def test_gradients_start_home_before_those_of_the_tokens_and_join_after_the_router():
     for calls in run_ranks(4, backward_of_a_layer, 1):
         # Combined tokens go back, then the copies' gradients start, then those of the dispatch.
-        assert calls[:4] == ["tokens", "reduce", "tokens", "router"]
-        assert sorted(calls[4:]) == ["below", "weights", "weights"]
+        assert calls == ["tokens", "reduce", "tokens", "router", "weights", "weights", "below"]
+
+
+def test_they_join_before_a_wrapper_takes_the_gradients_of_the_weights():
+    for calls in run_ranks(4, backward_of_a_layer, 1, True):
+        assert calls[:6] == ["tokens", "reduce", "tokens", "weights", "weights", "wrapper"]
 
 
 def test_with_chunks_they_start_before_the_home_experts_have_run():
     for calls in run_ranks(4, backward_of_a_layer, 3):
         assert calls[:4] == ["tokens", "tokens", "tokens", "reduce"]
-        assert calls[4:8] == ["tokens"] * 3 + ["router"]
-        assert sorted(calls[8:]) == ["below", "weights", "weights"]
+        assert calls[4:] == ["tokens"] * 3 + ["router", "weights", "weights", "below"]
 
 
 def weights_as_leaves(rank: int) -> list[str]:
