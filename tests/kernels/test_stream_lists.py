@@ -51,8 +51,11 @@ def raw_lists(plan: PlanTables, rank: int, schedule=SCHEDULES[0]) -> tuple[np.nd
 
 
 def lists_by_kernel(plan: PlanTables, rank: int, schedule=SCHEDULES[0]) -> dict[str, list[int]]:
+    return meaning(plan, *raw_lists(plan, rank, schedule))
+
+
+def meaning(plan: PlanTables, memory: np.ndarray, starts: np.ndarray) -> dict[str, list[int]]:
     """Every field, with the entries that mean something."""
-    memory, starts = raw_lists(plan, rank, schedule)
     raw = {
         name: memory[start:end].tolist()
         for name, start, end in zip(FIELDS, starts, [*starts[1:], len(memory)], strict=True)
