@@ -62,6 +62,7 @@ ABSOLUTE = (0.05, 0.2, 1.0, 5.0, 20.0)  # percent above the mean
 LOAD_RANKS = (2, 3, 4, 5, 6, 8, 12)
 MISSED = 1.0  # excess where the list misses a tolerance that the pool meets
 NOTHING = 10.0  # excess of no list at all
+STEP_PRICE = 1e-6  # of a dependent step, in mean excess: of nearly equal candidates the less deep
 LENGTHS = (4, 8, 16, 24, 32, 48, 63)
 
 Ints = npt.NDArray[np.int64]
@@ -274,7 +275,7 @@ def joined(tables: Sequence[Tables]) -> Tables:
 def choose(
     excess: Floats, length: int, first: Sequence[int] = (), price: Floats | float = 0.0
 ) -> list[int]:
-    """The greedy list, as indices; ``price`` of each is added to the mean excess."""
+    """The greedy list, as indices; the price of a candidate is added to the mean excess."""
     chosen = list(first)
     current = np.full(len(excess), NOTHING)
     for index in chosen:
@@ -297,12 +298,17 @@ def report_list(title: str, chosen: Sequence[int], tuned: Floats, judged: Floats
 
 
 def report(
-    names: Sequence[str], default: Sequence[int], tuned: Floats, judged: Floats, free: Sequence[int]
+    names: Sequence[str],
+    default: Sequence[int],
+    tuned: Floats,
+    judged: Floats,
+    free: Sequence[int] = (),
+    price: Floats | float = 0.0,
 ) -> None:
     """The default list and greedy ones; ``free`` candidates belong to every list."""
     print("\nExcess over the pool in percent, mean and worst, on other seeds (on its own seeds):")
     report_list(f"default {len(default)}", [*default, *free], tuned, judged)
-    order = choose(tuned, max(LENGTHS) + len(free), free)[len(free) :]
+    order = choose(tuned, max(LENGTHS) + len(free), free, price)[len(free) :]
     for length in LENGTHS:
         report_list(f"greedy {length}", [*order[:length], *free], tuned, judged)
     print("\nThe greedy list, best first:")
@@ -313,8 +319,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--objective", choices=("balance", "time"), default="balance")
     parser.add_argument("--max-ranks", type=int, default=64, help="of the loads, for balance")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 1001], help="to choose on")
-    parser.add_argument("--judge", type=int, nargs="+", default=[1000], help="to judge on")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 1000], help="to choose on")
+    parser.add_argument("--judge", type=int, nargs="+", default=[1001], help="to judge on")
     parser.add_argument("--tables", type=Path, help="folder to keep and find what was solved")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -340,7 +346,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         excess = [excesses(tuned), excesses(judged)]
         report_gap(judged, templates)
         report_winners(templates, excess[0])
-        report([str(t) for t in templates], default_columns(templates), *excess, free=[])
+        price = STEP_PRICE * tuned["steps"].mean(0)
+        report([str(t) for t in templates], default_columns(templates), *excess, price=price)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ class Candidate:
             that preference), or ``"H"`` (nodes first) and five digits: room threshold 0-2, exporter
             0 hottest or 2 cover-fit, round up 0-1, item order 0-2, fit 0 single or 2 pair. An ``a``
             or ``A`` behind them prefers destination nodes that the tokens come from, if the share
-            fits there or always; an ``l`` at the end first makes copies for locality (objective
-            ``Time`` only). ``"T"``: matching by optimal transport. docs/algorithm.md explains each.
+            fits there or always; a ``w`` imports no more of an expert at once than the room of one
+            rank; an ``l`` at the end first makes copies for locality (objective ``Time`` only). ``"T"``: matching by optimal transport. docs/algorithm.md explains each.
 
     Raises:
         ValueError: a name is not of these forms.
@@ -101,19 +101,20 @@ SOLVERS = ("portfolio", "taot")
 
 # A list for ``Balance(t)``, chosen by benchmarks/choose_portfolio.py: every prefix is what a greedy
 # choice takes first. "0.5t" is half of the tolerance. Tighter caps than t sometimes need fewer
-# copies by luck, looser ones serve where t cannot be met. The last was added by hand, for t near 0.
+# copies by luck, looser ones serve where t cannot be met.
 BALANCE = """
-    mean+1t:H22122a mean+1t:F0 mean+1t:H00120a mean+1t:H12012a mean+1t:F mean+1%:H12122
-    mean+20%:H02020 mean+1t:H20102 mean+1t:H22022a mean+0.9t:H12122 mean+1t:H02112a mean+5%:F
-    mean+1t:H10000 load#8:H22102 mean+1t:H22120 mean+1%:F0 mean+1t:H10122a mean+1t:H00012a
-    mean+0.9t:F0 mean+1t:H12112 mean+1.5t:H02002 mean+0.75t:H12122 mean+0.9t:H00120
-    mean+0.9t:H10022 mean+0.75t:F0 mean+0.9t:H22102 mean+4t:H00112 mean+1t:H12120a
-    mean+1t:H12022a mean+1t:H20122a mean+0.2%:F0 mean+1t:H10110 mean+0.1t:H00002 mean+0.9t:F
-    mean+1t:H20000 mean+1t:H22112 load#6:H12000 mean+2t:H02012 mean+1t:H02122 mean+1t:H22010
-    mean+1t:H10012 mean+0.9t:H20100 mean+0.5t:H12010 mean+1t:H10102a mean+0.9t:H20020
-    mean+0.05%:F mean+1t:H00112a mean+0.75t:H22122 mean+0.9t:H22110 mean+2t:F0 mean+0.5t:H00002
-    mean+1t:H22110a mean+0.9t:H22002 mean+1t:H12002 mean+0.75t:F mean+0.5t:F load#6:H00000
-    mean+1t:H22100 mean+1t:H00002a mean+1t:H20020a mean+5%:H20110 load#12:H00100 mean+1t:H10120A
+    mean+1t:H22122a mean+1t:F mean+1t:H00122aw mean+0.9t:F0 mean+1t:H10012 mean+1%:F0
+    mean+1t:H00120a mean+1t:H10122A mean+20%:H02110 mean+1t:H02110aw mean+5%:F0 mean+1t:H20022
+    mean+1t:H22122w mean+0.9t:H12122 mean+1t:H02000A mean+1t:H10120w mean+1%:H12112
+    mean+0.75t:H22122 mean+0.2%:F0 mean+1t:H02112a mean+4t:H02002 mean+1t:H22122A mean+0.9t:H20122
+    mean+1.5t:H02112 mean+0.9t:H12022 mean+1t:H10112aw mean+1t:H22010a mean+1t:H12120
+    load#8:H20110 mean+1t:H00102a mean+0.75t:F mean+1t:H10000A mean+1t:H12002 mean+5%:H22020
+    mean+0.5t:H10122 mean+0.75t:F0 mean+1t:H20012aw mean+0.75t:H20010 mean+2t:F0 mean+0.9t:H00100
+    mean+1t:H12122aw mean+0.25t:F mean+0.75t:H10000 mean+1t:H22120 mean+1t:H22012A node+1t:H00002
+    mean+1t:H20100A mean+4t:F0 mean+1t:H02112w mean+1t:H02022a mean+1t:H12110A mean+2t:H00110
+    mean+0.5t:H02022 mean+1t:H22102 mean+1t:H10022 mean+0.75t:H02022 mean+1t:H20122
+    mean+0.9t:H02112 mean+0.9t:H00020 mean+1t:H22102aw mean+0.9t:F mean+1t:H10120A
+    mean+0.75t:H12022
 """.split()
 
 # A list for ``Even``: every prefix of it is the best of its length over many loads.

@@ -68,14 +68,16 @@ TOPOEP_TEAM void find_reach(const Team& team, Candidate& c, int32_t limit) {
     raise_reach(team, c, c.far_reach, [&](int p) { return reach_tokens(c.reach[p]); });
 }
 
-// Where the tokens of a copy go if it is dropped.
+// Where the tokens of a copy go if it is dropped: to `home`, and `over` of them on along the copy
+// `first` to `middle`, and from there along `second` to `end`. -1: there is no such hop.
 struct Way {
-    bool exists;
-    int home;
-    int32_t over;   // tokens that the home rank passes on
-    int hops;       // 0 to 2
-    int slot[2];    // the copy along which they move
-    int to[2];      // the rank at its other end
+    bool exists = false;
+    int home = -1;
+    int32_t over = 0;
+    int first = -1;
+    int middle = -1;
+    int second = -1;
+    int end = -1;
 };
 
 // Reading `slot_expert` of rank p only.
@@ -87,7 +89,7 @@ TOPOEP_HD int other_end(const Candidate& c, int slot, int p) {
 // The way for the tokens of the copy in `slot`. No state of a rank p is looked at unless may_read(p).
 template <class MayRead>
 TOPOEP_HD Way find_way(const Candidate& c, int32_t limit, int slot, MayRead&& may_read) {
-    Way way{false, -1, 0, 0, {-1, -1}, {-1, -1}};
+    Way way;
     if (!may_read(slot / c.shape.spare_slots) || c.slot_expert[slot] == kNoExpert) {
         return way;
     }
@@ -96,36 +98,38 @@ TOPOEP_HD Way find_way(const Candidate& c, int32_t limit, int slot, MayRead&& ma
         return way;
     }
     way.over = c.slot_tokens[slot] - room_below(c, limit, way.home);
-    uint64_t reach = c.far_reach[way.home];
-    for (int from = way.home; way.over > 0;) {
-        const int next = reach_slot(reach);
-        const bool stay = c.policy.locality;  // tokens were placed where they come from
-        if (reach_tokens(reach) < way.over || next == slot || stay) {
+    if (way.over <= 0) {
+        way.exists = true;
+        return way;
+    }
+    const uint64_t far = c.far_reach[way.home];
+    if (reach_tokens(far) < way.over || reach_slot(far) == slot ||
+        c.policy.locality) {  // tokens were placed where they come from
+        return way;
+    }
+    way.first = reach_slot(far);
+    way.middle = other_end(c, way.first, way.home);
+    if (!may_read(way.middle)) {
+        return way;
+    }
+    if (room_below(c, limit, way.middle) < way.over) {
+        way.second = reach_slot(c.reach[way.middle]);
+        way.end = other_end(c, way.second, way.middle);
+        if (way.end == way.home || !may_read(way.end)) {
             return way;
         }
-        const int to = other_end(c, next, from);
-        if (to == way.home || !may_read(to)) {
-            return way;
-        }
-        way.slot[way.hops] = next;
-        way.to[way.hops++] = to;
-        if (room_below(c, limit, to) >= way.over) {
-            break;
-        }
-        from = to;
-        reach = c.reach[to];
     }
     way.exists = true;
     return way;
 }
 
-// The right to change a rank goes to the copy with the fewest tokens (all from 2^18 - 1 on count as
-// equal), then the lower slot.
+// The right to change a rank goes to the copy with the fewest tokens (all from 2^18 - 2 on count as
+// equal), then the lower slot. 0: nobody's.
 constexpr int kSlotBits = 14;
 static_assert(kMaxRanks * kMaxSpareSlots <= 1 << kSlotBits, "a claim holds any slot");
 
 TOPOEP_HD uint32_t pack_claim(int32_t tokens, int slot) {
-    constexpr int32_t kMost = (1 << (32 - kSlotBits)) - 1;
+    constexpr int32_t kMost = (1 << (32 - kSlotBits)) - 2;
     return ~(static_cast<uint32_t>(min32(tokens, kMost)) << kSlotBits |
              static_cast<uint32_t>(slot));
 }
@@ -143,8 +147,11 @@ TOPOEP_TEAM bool claim_ranks(const Team& team, Candidate& c, int32_t limit) {
             const uint32_t claim = pack_claim(c.slot_tokens[i], i);
             team.raise(&c.claim[i / c.shape.spare_slots], claim);
             team.raise(&c.claim[way.home], claim);
-            for (int hop = 0; hop < way.hops; ++hop) {
-                team.raise(&c.claim[way.to[hop]], claim);
+            if (way.first >= 0) {
+                team.raise(&c.claim[way.middle], claim);
+            }
+            if (way.second >= 0) {
+                team.raise(&c.claim[way.end], claim);
             }
             found = 0;
         }
@@ -183,13 +190,12 @@ TOPOEP_TEAM void drop_claimed(const Team& team, Candidate& c, int32_t limit) {
         if (!way.exists) {
             continue;
         }
-        const int32_t tokens = c.slot_tokens[i];
-        c.home[c.slot_expert[i]] += tokens;
-        c.load[way.home] += tokens;
-        c.load[i / c.shape.spare_slots] -= tokens;
-        close_copy(c, i);
-        for (int hop = 0, from = way.home; hop < way.hops; from = way.to[hop++]) {
-            move_along(c, way.slot[hop], from, way.to[hop], way.over);
+        move_along(c, i, i / c.shape.spare_slots, way.home, c.slot_tokens[i]);
+        if (way.first >= 0) {
+            move_along(c, way.first, way.home, way.middle, way.over);
+        }
+        if (way.second >= 0) {
+            move_along(c, way.second, way.middle, way.end, way.over);
         }
     }
     team.sync();

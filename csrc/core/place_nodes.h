@@ -189,8 +189,7 @@ TOPOEP_HD int32_t room_for_next(const Candidate& c, const Workload& work, int n)
     return room > 0 ? room : INT32_MAX;
 }
 
-// Appends the share to the importer's list. One lane. A node never imports an expert twice: after a
-// share the exporter is done, or the expert has one token left at home, or the importer is full.
+// Appends the share to the importer's list. One lane.
 TOPOEP_HD void record_import(Candidate& c, int importer, int exporter, int expert, int32_t tokens) {
     const int i = c.topology.node_begin[importer] * c.shape.spare_slots + c.num_imports[importer];
     c.import_expert[i] = static_cast<uint16_t>(expert);

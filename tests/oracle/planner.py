@@ -20,7 +20,7 @@ Counts = Sequence[Sequence[int]]
 PARTS_PER_MILLION = 1_000_000
 SAVED_ROOM_LIMIT = 2**22 - 1
 NEVER_LOCAL = 2**31 - 1
-MOST_CLAIMED = 2**18 - 1
+MOST_CLAIMED = 2**18 - 2
 
 
 # ---- what goes in and comes out ------------------------------------------------------------------
