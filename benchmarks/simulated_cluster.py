@@ -13,14 +13,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from topoep import ops
 from topoep.plan import Plan, PlanConfig
+from topoep.portfolio import choose_candidates
 from topoep.transports.base import Weights
 from topoep.transports.plane import PlaneSettings, describe_error
+
+Result = TypeVar("Result")
 
 MAX_RANKS = 32  # as many hardware queues as CUDA gives
 
@@ -111,7 +115,7 @@ class SimulatedCluster:
             for members in self.members
         ]
 
-    def on_every_rank(self, enqueue: Callable[[int], object]) -> list[object]:
+    def on_every_rank(self, enqueue: Callable[[int], Result]) -> list[Result]:
         """Calls ``enqueue(rank)`` on each rank's stream, between fork and join with the current."""
         current = torch.cuda.current_stream()
         results = []
@@ -130,10 +134,24 @@ class SimulatedCluster:
             lambda r: ops.exchange_counts(rows[r], self.planes[r], self.config.num_ranks)
         )
 
-    def lists(self, plan: Plan) -> list[Tensor]:
-        return self.on_every_rank(
-            lambda r: ops.stream_lists(*_copies(plan), self.planes[r], self._lists_size)
+    def solve(self, counts: Tensor) -> list[tuple[Tensor, ...]]:
+        """What every rank's solve gives: the plan's tables, and its transfer lists."""
+        config = self.config
+        candidates = [c.pack() for c in choose_candidates(config.objective, "portfolio", None)]
+        arguments = (
+            counts,
+            config.topology.table(self.device),
+            config.spare_slots,
+            candidates,
+            config.objective.to_ints(),
         )
+        return self.on_every_rank(
+            lambda r: ops.solve_for_plane(*arguments, self.planes[r], self._lists_size)
+        )
+
+    def lists(self, plan: Plan) -> list[Tensor]:
+        """The transfer lists of every rank, for a plan of this configuration."""
+        return [tables[8] for tables in self.solve(plan.counts)]
 
     def replicate(
         self, plan: Plan, lists: list[Tensor], tables: list[Tensor], spare: Sequence[Weights]

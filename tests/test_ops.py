@@ -71,7 +71,7 @@ def test_every_op_has_a_case():
 
 
 # They move data between GPUs: tests/gpu runs them.
-ON_CUDA_ONLY = {"exchange_counts", "stream_lists", "replicate_", "reduce_across_"}
+ON_CUDA_ONLY = {"exchange_counts", "solve_for_plane", "replicate_", "reduce_across_"}
 
 
 def test_fakes_of_ops_that_need_a_gpu():
@@ -81,8 +81,11 @@ def test_fakes_of_ops_that_need_a_gpu():
     counts = ops.exchange_counts(row, 1, 4)
     assert (counts.shape, counts.dtype, counts.device.type) == ((4, 8), torch.int32, "meta")
     tables = meta(4, 2, dtype=torch.int32), meta(9, dtype=torch.int32), meta(8, dtype=torch.int32)
-    lists = ops.stream_lists(*tables, 1, 77)
+    topology = meta(3 * 4 + 3, dtype=torch.int32)
+    *plan, lists = ops.solve_for_plane(counts, topology, 2, [0], [0, 0, 3], 1, 77)
     assert (lists.shape, lists.dtype) == ((77,), torch.int32)
+    alone = ops.solve(counts, topology, 2, [0], [0, 0, 3], 1)
+    assert [(t.shape, t.dtype) for t in plan] == [(t.shape, t.dtype) for t in alone]
     table = meta(1, 2, dtype=torch.int64)
     assert ops.replicate_(*tables, lists, table, [meta(2, 3)], 1) is None
     assert ops.reduce_across_(*tables, lists, table, [meta(2, 3)], [meta(2, 3)], 1) is None

@@ -25,12 +25,12 @@ from topoep.portfolio import SOLVERS, Candidate, choose_candidates
 from topoep.recompute import PlanHistory, Replay, in_backward
 from topoep.replicas import (
     BufferPool,
+    Copies,
     Lease,
     SlotBuffer,
     find_twin,
     prefetch,
     release,
-    replicate,
     shapes_of,
 )
 from topoep.topology import Topology
@@ -74,18 +74,25 @@ PlanObserver = Callable[[object | None, Tensor], None]
 class PendingReplicas:
     """Copies that are on their way: what :meth:`Balancer.replicate_async` returns."""
 
-    def __init__(self, lease: Lease | None, guests: WeightsOrList) -> None:
+    def __init__(self, lease: Lease | None, make: Callable[[], WeightsOrList]) -> None:
         self._lease = lease
-        self._guests = guests
+        self._make = make
+        self._guests: WeightsOrList | None = None
 
     def wait(self) -> WeightsOrList:
         """The weights in the spare slots; what is enqueued after this finds them there.
+
+        The first call, or :meth:`Balancer.release` without one, also decides when backward brings
+        their gradients home: before the backward of what comes earlier. So all ranks make it at the
+        same place among their collectives.
 
         Raises:
             RuntimeError: the slots were filled for another plan since.
         """
         if self._lease is not None:
             self._lease.wait()
+        if self._guests is None:
+            self._guests = self._make()
         return self._guests
 
 
@@ -178,7 +185,7 @@ class Balancer:
         self._num_plans = 0
         self._observers: OrderedDict[int, PlanObserver] = OrderedDict()
         # What replicate handed out, by plan and whether in a recomputation, until its release.
-        self._unreleased: dict[tuple[int, bool], list[Tensor]] = {}
+        self._unreleased: dict[tuple[int, bool], list[Copies]] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Balancer:
         """Copies of a model share its balancer, as they share its process group."""
@@ -306,12 +313,18 @@ class Balancer:
     ) -> Plan:
         rank = self.held_ranks[0] if len(self.held_ranks) == 1 else None
         plan = make_plan(
-            self.config, counts, self._candidates, rank, num_invalid, owner=self, topk_ids=ids
+            self.config,
+            counts,
+            self._candidates,
+            rank,
+            num_invalid,
+            owner=self,
+            topk_ids=ids,
+            solve_counts=self.transport.solve,
         )
         if self._debug:
             check_plan(plan, self.transport)
         self._num_plans += 1
-        self.transport.prepare(plan)
         return plan
 
     def history(self, layer: object) -> PlanHistory:
@@ -384,7 +397,9 @@ class Balancer:
         """
         return self.replicate_async(weights, plan).wait()
 
-    def replicate_async(self, weights: WeightsOrList, plan: Plan) -> PendingReplicas:
+    def replicate_async(
+        self, weights: WeightsOrList, plan: Plan, *, since: Tensor | None = None
+    ) -> PendingReplicas:
         """As :meth:`replicate`, beside what is enqueued before ``wait()`` on the result.
 
         With transport ``nccl`` the copies travel on a stream of their own while the current stream
@@ -394,6 +409,9 @@ class Balancer:
         Args:
             weights: as for :meth:`replicate`.
             plan: from this balancer.
+            since: a tensor of the same forward pass that gradients flow to, say the router's input.
+                In backward the gradients of the copies travel beside the backward of all that was
+                made since then and is not the experts' own; since this call if None.
 
         Returns:
             An object whose ``wait()`` returns what :meth:`replicate` does.
@@ -412,20 +430,24 @@ class Balancer:
                     )
         self._debug_check("replicate", plan, per_rank[0])
         flat = [t for tensors in per_rank for t in tensors]
-        lease: Lease | None = None
-        if self.spare_slots == 0:
-            guests = tuple(t.new_empty((0, *t.shape[1:])) for t in flat)
-        else:
-            self._forget_unreleased(plan)
-            lease = Lease(
-                self.transport, self._pool(per_rank), plan, per_rank, find_twin(plan, per_rank)
-            )
-            guests = replicate(lease, flat)
-            plan.usage.current(in_backward()).leases.append(weakref.ref(lease))
-            self._unreleased.setdefault((plan.token, in_backward()), []).extend(guests)
         size = len(per_rank[0])
-        grouped = [guests[i : i + size] for i in range(0, len(guests), size)]
-        return PendingReplicas(lease, grouped if isinstance(weights, list) else grouped[0])
+
+        def group(guests: Sequence[Tensor]) -> WeightsOrList:
+            grouped = [tuple(guests[i : i + size]) for i in range(0, len(guests), size)]
+            return grouped if isinstance(weights, list) else grouped[0]
+
+        if self.spare_slots == 0:
+            return PendingReplicas(
+                None, lambda: group([t.new_empty((0, *t.shape[1:])) for t in flat])
+            )
+        self._forget_unreleased(plan)
+        lease = Lease(
+            self.transport, self._pool(per_rank), plan, per_rank, find_twin(plan, per_rank)
+        )
+        copies = Copies(lease, flat, since)
+        plan.usage.current(in_backward()).leases.append(weakref.ref(lease))
+        self._unreleased.setdefault((plan.token, in_backward()), []).append(copies)
+        return PendingReplicas(lease, lambda: group(copies.tensors()))
 
     def release(self, outputs: TensorOrList, plan: Plan) -> TensorOrList:
         """Identity on the output of the experts that hands the spare slots to the next layer.
@@ -446,7 +468,8 @@ class Balancer:
         for lease in leases:
             lease.end_use()
         if leases:
-            guests = self._unreleased.pop((plan.token, in_backward()), [])
+            copies = self._unreleased.pop((plan.token, in_backward()), [])
+            guests = [guest for c in copies for guest in c.tensors()]
             held = tuple(release(leases, guests, held, refetch=self.replica_policy == "refetch"))
         usage.released = True
         return self._like(outputs, list(held))

@@ -167,7 +167,7 @@ class BalancedExperts(nn.Module):
         transport = bal.transport
         homes = self._home_weights()
         # The copies first: they are on their way while tokens are, and while home experts compute.
-        fetched = bal.replicate_async(homes if local else homes[0], plan)
+        fetched = bal.replicate_async(homes if local else homes[0], plan, since=xs[0])
         orders = [_sort_pairs(i, p, self._chunks, bal) for i, p in zip(ids, physical, strict=True)]
         rows_of = [
             ops.expand(x_, pair_of_row, row_of_pair)

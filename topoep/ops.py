@@ -29,8 +29,8 @@ __all__ = [
     "replicate_",
     "reroute",
     "solve",
+    "solve_for_plane",
     "split",
-    "stream_lists",
     "unpack_rows_",
 ]
 
@@ -215,22 +215,33 @@ def exchange_counts(row: Tensor, plane: int, num_ranks: int) -> Tensor:
     return result
 
 
-def stream_lists(
-    slot_expert: Tensor, copy_offsets: Tensor, copy_slots: Tensor, plane: int, size: int
-) -> Tensor:
-    """Who sends, lands and sums what, from a plan (csrc/core/stream_lists.h). CUDA only.
+def solve_for_plane(
+    counts: Tensor,
+    topology: Tensor,
+    spare_slots: int,
+    candidates: Sequence[int],
+    objective: Sequence[int],
+    plane: int,
+    size: int,
+) -> tuple[Tensor, ...]:
+    """As :func:`solve` for the rank of a data plane, in one launch with its lists. CUDA only.
 
     Args:
-        slot_expert: int32 ``[R, S]``.
-        copy_offsets: int32 ``[E + 1]``.
-        copy_slots: int32 ``[R * S]``.
+        counts: int32 ``[R, E]``, this and the next four as for :func:`solve`.
+        topology: int32 table.
+        spare_slots: S.
+        candidates: packed candidates.
+        objective: from ``to_ints`` of an objective.
         plane: number of the data plane.
         size: entries of the lists, from ``plane_sizes``.
 
     Returns:
-        int32 ``[size]``.
+        What :func:`solve` does, and int32 ``[size]``: who sends, lands and sums what
+        (csrc/core/stream_lists.h).
     """
-    result: Tensor = _ops.stream_lists(slot_expert, copy_offsets, copy_slots, plane, size)
+    result: tuple[Tensor, ...] = _ops.solve_for_plane(
+        counts, topology, spare_slots, candidates, objective, plane, size
+    )
     return result
 
 
@@ -249,7 +260,7 @@ def replicate_(
         slot_expert: int32 ``[R, S]``, this and the next two from the plan.
         copy_offsets: int32 ``[E + 1]``.
         copy_slots: int32 ``[R * S]``.
-        lists: from :func:`stream_lists` for the same plan.
+        lists: from :func:`solve_for_plane`, with the plan.
         home: int64 ``[T, G]``: addresses of the home weights ``[H, ...]`` of each of T tensors at
             each rank of the node.
         spare: T contiguous tensors ``[S, ...]``, changed in place.
@@ -274,7 +285,7 @@ def reduce_across_(
         slot_expert: int32 ``[R, S]``, this and the next two from the plan.
         copy_offsets: int32 ``[E + 1]``.
         copy_slots: int32 ``[R * S]``.
-        lists: from :func:`stream_lists` for the same plan.
+        lists: from :func:`solve_for_plane`, with the plan.
         slot_table: int64 ``[T, G]``: addresses of ``slot_grads`` at each rank of the node.
         slot_grads: this rank's T tensors ``[S, ...]``, float32 or bfloat16, in windows of the data
             plane; slots that the plan uses are zero afterwards.
@@ -311,7 +322,7 @@ def _(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake("topoep::solve")
-def _(
+def _solve_fake(
     counts: Tensor,
     topology: Tensor,
     spare_slots: int,
@@ -389,11 +400,18 @@ def _(row: Tensor, plane: int, num_ranks: int) -> Tensor:
     return row.new_empty((num_ranks, row.shape[0]))
 
 
-@torch.library.register_fake("topoep::stream_lists")
+@torch.library.register_fake("topoep::solve_for_plane")
 def _(
-    slot_expert: Tensor, copy_offsets: Tensor, copy_slots: Tensor, plane: int, size: int
-) -> Tensor:
-    return slot_expert.new_empty((size,))
+    counts: Tensor,
+    topology: Tensor,
+    spare_slots: int,
+    candidates: Sequence[int],
+    objective: Sequence[int],
+    plane: int,
+    size: int,
+) -> tuple[Tensor, ...]:
+    tables = _solve_fake(counts, topology, spare_slots, candidates, objective, 0)
+    return (*tables, counts.new_empty((size,), dtype=torch.int32))
 
 
 @torch.library.register_fake("topoep::replicate_")

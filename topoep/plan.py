@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -169,6 +169,9 @@ class Plan:
     # Local routed ids of a Balancer's plan, by which a recomputation finds it again.
     topk_ids: tuple[Tensor, ...] = field(default=(), repr=False)
     usage: PlanUsage = field(default_factory=PlanUsage, repr=False)
+    #: int32: what transport ``nccl`` needs of the plan to move data from and to this process's rank
+    #: (csrc/core/stream_lists.h); None with other transports, and for a plan of :func:`solve`.
+    lists: Tensor | None = field(default=None, repr=False)
 
     @functools.cached_property
     def _split(self) -> Tensor:
@@ -265,9 +268,10 @@ def make_plan(
     num_invalid: Tensor | None = None,
     owner: object | None = None,
     topk_ids: tuple[Tensor, ...] = (),
+    solve_counts: Callable[..., tuple[Tensor, ...]] = ops.solve,
 ) -> Plan:
-    """Solves for counts that have been checked; see :func:`solve`."""
-    tensors = ops.solve(
+    """Solves for counts that have been checked, as a transport does if one is to; see `solve`."""
+    tensors = solve_counts(
         counts,
         config.topology.table(counts.device),
         config.spare_slots,
@@ -275,7 +279,7 @@ def make_plan(
         config.objective.to_ints(),
         -1 if rank is None else rank,
     )
-    slot_expert, slot_source, slot_tokens, copy_offsets, copy_slots, send, recv, stats = tensors
+    slot_expert, slot_source, slot_tokens, copy_offsets, copy_slots, send, recv, stats = tensors[:8]
     if num_invalid is None:
         num_invalid = torch.zeros((), dtype=torch.int32, device=counts.device)
     return Plan(
@@ -293,6 +297,7 @@ def make_plan(
         _stats=stats,
         owner=owner,
         topk_ids=topk_ids,
+        lists=tensors[8] if len(tensors) > 8 else None,
     )
 
 

@@ -117,6 +117,7 @@ class Lease:
         self._twin = twin if twin is not None and twin.is_fresh() else None
         self.buffer: SlotBuffer = pool.choose(plan) if self._twin is None else self._twin.buffer
         self._fill = -1  # the fill that this lease's users see
+        self.backward_began = Pending()  # where the current stream was when backward came here
 
     def _identity(self) -> object:
         return identity_of(t for tensors in self.weights for t in tensors)
@@ -190,21 +191,43 @@ class Lease:
         self._fill = buffer.fills
 
 
+class _Join(torch.autograd.Function):
+    """Identity on home weights, where the gradients of their copies join those of the experts.
+
+    Autograd runs backward what was made last first. This is made when the copies depart, or counts
+    as made even earlier, so its backward comes after that of all that was made until they were
+    waited for (the router, the dispatch), and only then the current stream has to wait for the
+    sums.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *weights: Tensor) -> tuple[Tensor, ...]:
+        return tuple(w.view_as(w) for w in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
 class _Replicate(torch.autograd.Function):
     """Home weights -> weights in the spare slots. Backward brings the gradients home."""
 
     @staticmethod
-    def forward(ctx: Any, lease: Lease, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, lease: Lease, slots: Sequence[Weights], *weights: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.lease = lease
-        return tuple(t for tensors in lease.take() for t in tensors)
+        return tuple(t for tensors in slots for t in tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         lease: Lease = ctx.lease
         lease.end_backward()
+        lease.backward_began.wait()
         lease.plan.usage.backward_done = True
-        needed = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[2:]
         num_tensors = len(lease.weights[0])
         slot_grads: list[Weights] = []
         home_grads: list[Weights] = []
@@ -217,7 +240,7 @@ class _Replicate(torch.autograd.Function):
             home_grads.append(tuple(home.values()))
             result += [home.get(k) for k in range(num_tensors)]
         lease.transport.reduce_grads(lease.plan, slot_grads, home_grads)
-        return (None, *result)
+        return (None, None, *result)
 
 
 class _Release(torch.autograd.Function):
@@ -231,7 +254,8 @@ class _Release(torch.autograd.Function):
     def forward(
         ctx: Any, leases: Sequence[Lease], refetch: bool, num_outputs: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.leases = leases if refetch else ()
+        ctx.leases = leases
+        ctx.refetch = refetch
         ctx.num_guests = len(tensors) - num_outputs
         return tuple(y.view_as(y) for y in tensors[:num_outputs])
 
@@ -239,8 +263,10 @@ class _Release(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         for lease in ctx.leases:
-            lease.start_retake()
-            lease.wait()
+            lease.backward_began = lease.transport.mark()
+            if ctx.refetch:
+                lease.start_retake()
+                lease.wait()
         return (None, None, None, *grads, *[None] * ctx.num_guests)
 
 
@@ -286,16 +312,58 @@ def shapes_of(weights: Sequence[Weights]) -> object:
     return tuple((t.shape[1:], t.dtype, t.device) for t in weights[0])
 
 
-def replicate(lease: Lease, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The leased slots as tensors, through which gradients flow back to the home weights.
+class Copies:
+    """Copies that are on their way, and how their gradients come home.
 
-    Their content is there after ``lease.wait()``.
+    Making one starts the transfer. The tensors are made when they are first asked for: the later,
+    the earlier their backward, which sums the gradients over ranks. It is made on the transport's
+    stream for that, and autograd runs a backward on the stream of its forward: so the sums travel
+    beside the backward of the home experts and of the dispatch. Autograd makes streams wait for
+    each other, and keeps memory until both are done with it.
+
+    Args:
+        lease: of the slots.
+        weights: home weights, through which gradients flow back.
+        since: their gradients join those of the copies in backward after all that was made since
+            this tensor; since now if None.
     """
-    guests: tuple[Tensor, ...] = _Replicate.apply(lease, *weights)
-    for guest in guests:
-        # The lease lives as long as autograd or the caller keeps the tensor.
-        setattr(guest, "_topoep_lease", lease)  # noqa: B010
-    return guests
+
+    def __init__(
+        self, lease: Lease, weights: Sequence[Tensor], since: Tensor | None = None
+    ) -> None:
+        self.lease = lease
+        self._grad_enabled = torch.is_grad_enabled()
+        self._weights: tuple[Tensor, ...] = _Join.apply(*weights)
+        if since is not None:
+            _rank_before(since, self._weights)
+        self._slots = lease.take()
+        self._tensors: tuple[Tensor, ...] | None = None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The leased slots; their content is there after ``lease.wait()``."""
+        if self._tensors is None:
+            stream = self.lease.transport.gradient_stream()
+            with torch.set_grad_enabled(self._grad_enabled), stream:
+                guests: tuple[Tensor, ...] = _Replicate.apply(
+                    self.lease, self._slots, *self._weights
+                )
+            for guest in guests:
+                # The lease lives as long as autograd or the caller keeps the tensor.
+                setattr(guest, "_topoep_lease", self.lease)  # noqa: B010
+            self._tensors, self._weights = guests, ()
+        return self._tensors
+
+
+def _rank_before(tensor: Tensor, made: Sequence[Tensor]) -> None:
+    """Lets the backward of what one function made come just before that of an earlier tensor.
+
+    Of what is ready, autograd runs the highest sequence number first. Before and not after it: a
+    wrapper may have put a function there whose backward takes the gradients of all weights (FSDP2).
+    """
+    node: Any = next((t.grad_fn for t in made if t.grad_fn is not None), None)
+    earlier: Any = tensor.grad_fn
+    if node is not None and earlier is not None:
+        node._set_sequence_nr(earlier._sequence_nr() + 1)
 
 
 def release(

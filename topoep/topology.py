@@ -124,9 +124,9 @@ class Topology:
         return tuple(r for r in range(self.num_ranks) if self.node_of_rank[r] == node)
 
     @property
-    def _order(self) -> list[int]:
-        """Ranks node by node: the order in which the planner breaks ties."""
-        return sorted(range(self.num_ranks), key=lambda rank: (self.node_of_rank[rank], rank))
+    def rank_order(self) -> tuple[int, ...]:
+        """Ranks node by node, in which order the planner breaks ties and NCCL numbers them."""
+        return tuple(sorted(range(self.num_ranks), key=lambda r: (self.node_of_rank[r], r)))
 
     def table(self, device: torch.device | str = "cpu") -> Tensor:
         """The tables that the ops take, in one int32 tensor on ``device``, made once per device.
@@ -136,12 +136,12 @@ class Topology:
         """
         device = torch.device(device)
         if device not in self._tables:
-            order = self._order
+            order = self.rank_order
             place = [0] * self.num_ranks
             for position, rank in enumerate(order):
                 place[rank] = position
             nodes = [self.node_of_rank[rank] for rank in order]
             begin = [nodes.index(node) for node in range(self.num_nodes)] + [self.num_ranks]
-            values = order + place + nodes + begin
+            values = [*order, *place, *nodes, *begin]
             self._tables[device] = torch.tensor(values, dtype=torch.int32, device=device)
         return self._tables[device]

@@ -42,8 +42,10 @@ STABLE_TORCH_LIBRARY(topoep, library) {
     // Kernels of a data plane (bindings/planes.h), on CUDA only.
     library.def("exchange_counts(Tensor row, int plane, int num_ranks) -> Tensor");
     library.def(
-        "stream_lists(Tensor slot_expert, Tensor copy_offsets, Tensor copy_slots, int plane, "
-        "int size) -> Tensor");
+        "solve_for_plane(Tensor counts, Tensor topology, int spare_slots, int[] candidates, "
+        "int[] objective, int plane, int size) -> (Tensor slot_expert, Tensor slot_source, "
+        "Tensor slot_tokens, Tensor copy_offsets, Tensor copy_slots, Tensor send, Tensor recv, "
+        "Tensor stats, Tensor lists)");
     library.def(
         "replicate_(Tensor slot_expert, Tensor copy_offsets, Tensor copy_slots, Tensor lists, "
         "Tensor home, Tensor(a!)[] spare, int plane) -> ()");

@@ -34,7 +34,7 @@ SolveCall::Outputs solve(const Tensor& counts, const Tensor& topology, int64_t s
         counts, cuda::solve_workspace(call.problem.shape, static_cast<int>(candidates.size()),
                                       place.limits));
     check_launch("solve", cuda::solve(call.problem, candidates, place.limits, workspace.data_ptr(),
-                                      call.plan, place.stream));
+                                      call.plan, {}, place.stream));
     return call.outputs();
 }
 

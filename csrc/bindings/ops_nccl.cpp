@@ -82,13 +82,16 @@ int64_t nccl_comm_adopt(int64_t pointer) {
     return add(Communicator::adopt(usable_library(), reinterpret_cast<ncclComm_t>(pointer)));
 }
 
-std::string nccl_comm_problem(int64_t comm_number, int64_t num_nodes, int64_t ranks_per_node) {
+// rank_at: the ranks of the group node by node, which is how the communicator must number them.
+std::string nccl_comm_problem(int64_t comm_number, std::vector<int64_t> rank_at,
+                              int64_t ranks_per_node, int64_t rank) {
     const Communicator& comm = comm_at(comm_number);
-    const std::string problem = comm.problem(num_nodes > 1 ? Reach::kCluster : Reach::kNode);
-    return problem.empty()
-               ? team_problem(comm.lsa_team(), comm.rail_team(), comm.rank(),
-                              static_cast<int>(num_nodes), static_cast<int>(ranks_per_node))
-               : problem;
+    const NodeOrder order{{rank_at.begin(), rank_at.end()}, static_cast<int>(ranks_per_node)};
+    const bool several_nodes = static_cast<int64_t>(rank_at.size()) > ranks_per_node;
+    const std::string problem = comm.problem(several_nodes ? Reach::kCluster : Reach::kNode);
+    return problem.empty() ? team_problem(comm.world_team(), comm.lsa_team(), comm.rail_team(),
+                                          static_cast<int>(rank), order)
+                           : problem;
 }
 
 // The window's number, its memory as uint8 [bytes], and its address at every rank of the node.
@@ -140,13 +143,15 @@ int64_t plane_over_nccl(const Tensor& topology, const Tensor& windows, const Ten
                         std::vector<int64_t> roles, int64_t timeout, int64_t comm_number,
                         int64_t window, int64_t contexts) {
     Communicator& comm = comm_at(comm_number);
+    const DataPlaneConfig config = checked_plane_config(config_numbers);
     NcclNetwork network{};
     network.comm = comm.device_comm();
     network.window = comm.handle(static_cast<int>(window));
     network.contexts = static_cast<int>(contexts);
+    network.position_of =
+        view_topology_table(data<const int32_t>(topology), config.num_ranks).position_of;
     auto plane = std::make_unique<PlaneOver<NcclNetwork>>(network);
-    fill_plane(*plane, checked_plane_config(config_numbers),
-               {topology, windows, state, error, timeout}, roles);
+    fill_plane(*plane, config, {topology, windows, state, error, timeout}, roles);
     return add_plane(std::move(plane));
 }
 
@@ -158,7 +163,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(topoep, library) {
     library.def("nccl_unique_id_(Tensor(a!) id) -> ()");
     library.def("nccl_comm_create(Tensor id, int num_ranks, int rank) -> int");
     library.def("nccl_comm_adopt(int pointer) -> int");
-    library.def("nccl_comm_problem(int comm, int num_nodes, int ranks_per_node) -> str");
+    library.def("nccl_comm_problem(int comm, int[] rank_at, int ranks_per_node, int rank) -> str");
     library.def(
         "nccl_comm_window(int comm, int bytes, int device) -> "
         "(int window, Tensor memory, int[] addresses)");

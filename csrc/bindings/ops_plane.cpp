@@ -2,6 +2,7 @@
 // Ops that enqueue the kernels of a data plane, and those that make one over memory that a single
 // GPU can address (simulated ranks). ops_nccl.cpp makes them over NCCL.
 #include <string>
+#include <tuple>
 
 #include "bindings/cuda_place.h"
 #include "bindings/planes.h"
@@ -27,7 +28,7 @@ PlanCopies copies_of(const DataPlaneConfig& config, const Tensor& slot_expert,
 StreamLists lists_of(const DataPlaneConfig& config, const Tensor& lists) {
     TOPOEP_CHECK(
         lists.scalar_type() == ScalarType::Int && lists.numel() == stream_lists_size(config),
-        "lists has ", lists.numel(), " elements; take it from stream_lists()");
+        "lists has ", lists.numel(), " elements; take it from solve_for_plane()");
     return view_stream_lists(data<int32_t>(lists), config);
 }
 
@@ -67,18 +68,35 @@ Tensor exchange_counts(const Tensor& row, int64_t plane_number, int64_t num_rank
     return all;
 }
 
-Tensor stream_lists(const Tensor& slot_expert, const Tensor& copy_offsets, const Tensor& copy_slots,
-                    int64_t plane_number, int64_t size) {
-    const Plane& plane = plane_at(plane_number);
-    const DataPlaneConfig& config = plane.shared.config;
-    TOPOEP_CHECK(size == stream_lists_size(config), "stream_lists: size is ", size, "; expected ",
-                 stream_lists_size(config));
-    const PlanCopies copies = copies_of(config, slot_expert, copy_offsets, copy_slots);
-    const Place place(slot_expert);
-    Tensor lists = new_tensor(slot_expert, {size}, ScalarType::Int);
-    check_launch("stream_lists", cuda::stream_lists(config, plane.shared.topology, copies,
-                                                    data<int32_t>(lists), place.stream));
-    return lists;
+// The outputs of solve for the plane's rank, and what the plane's kernels need of the plan.
+using PlanAndLists =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+PlanAndLists solve_for_plane(const Tensor& counts, const Tensor& topology, int64_t spare_slots,
+                             std::vector<int64_t> candidates, std::vector<int64_t> objective,
+                             int64_t plane_number, int64_t size) {
+    const DataPlaneConfig& config = plane_at(plane_number).shared.config;
+    SolveCall call =
+        prepare_solve(counts, topology, spare_slots, candidates, objective, config.rank);
+    const Shape& shape = call.problem.shape;
+    TOPOEP_CHECK(shape.num_ranks == config.num_ranks && shape.num_nodes == config.num_nodes &&
+                     shape.num_experts == config.num_experts &&
+                     shape.spare_slots == config.spare_slots,
+                 "solve_for_plane: a plan for ", shape.num_ranks, " ranks on ", shape.num_nodes,
+                 " nodes, ", shape.num_experts, " experts and ", shape.spare_slots,
+                 " spare slots does not fit a data plane for ", config.num_ranks, ", ",
+                 config.num_nodes, ", ", config.num_experts, " and ", config.spare_slots);
+    TOPOEP_CHECK(size == stream_lists_size(config), "solve_for_plane: size is ", size,
+                 "; expected ", stream_lists_size(config));
+    const Place place(counts);
+    Tensor lists = new_tensor(counts, {size}, ScalarType::Int);
+    const Tensor workspace = new_workspace(
+        counts, cuda::solve_workspace(shape, static_cast<int>(candidates.size()), place.limits));
+    check_launch(
+        "solve_for_plane",
+        cuda::solve(call.problem, candidates, place.limits, workspace.data_ptr(), call.plan,
+                    {config, view_stream_lists(data<int32_t>(lists), config)}, place.stream));
+    return std::tuple_cat(call.outputs(), std::make_tuple(lists));
 }
 
 void replicate_(const Tensor& slot_expert, const Tensor& copy_offsets, const Tensor& copy_slots,
@@ -196,7 +214,7 @@ STABLE_TORCH_LIBRARY_IMPL(topoep, CompositeExplicitAutograd, library) {
 STABLE_TORCH_LIBRARY_IMPL(topoep, CUDA, library) {
     using namespace topoep::bindings;
     library.impl("exchange_counts", TORCH_BOX(&exchange_counts));
-    library.impl("stream_lists", TORCH_BOX(&stream_lists));
+    library.impl("solve_for_plane", TORCH_BOX(&solve_for_plane));
     library.impl("replicate_", TORCH_BOX(&replicate_));
     library.impl("reduce_across_", TORCH_BOX(&reduce_across_));
 }

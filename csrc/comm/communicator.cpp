@@ -166,25 +166,60 @@ void Communicator::close(bool abort) {
     }
 }
 
-std::string team_problem(ncclTeam_t lsa, ncclTeam_t rail, int rank, int num_nodes,
-                         int ranks_per_node) {
-    const auto text = [](int value) { return std::to_string(value); };
-    if (lsa.nRanks != ranks_per_node) {
-        const bool larger = lsa.nRanks > ranks_per_node;
-        return "the topology has nodes of " + text(ranks_per_node) +
-               " ranks, but on this machine NCCL joins " + text(lsa.nRanks) +
-               " by load and store: " +
-               (larger ? "they are one NVLink domain; give all its processes the same TOPOEP_NODE, "
-                         "or describe it with Topology(node_of_rank=..)"
-                       : "some GPUs of a node cannot reach each other (nvidia-smi topo -p2p r), or "
-                         "the nodes have different numbers of ranks");
+namespace {
+
+// "2 ranks (0, 2)": the first ranks of a team, as the group numbers them.
+std::string describe_team(ncclTeam_t world, ncclTeam_t team, const NodeOrder& order) {
+    constexpr int kShown = 8;
+    std::string text = std::to_string(team.nRanks) + (team.nRanks == 1 ? " rank (" : " ranks (");
+    const int first = world.rank - team.rank * team.stride;
+    for (int i = 0; i < team.nRanks && i < kShown; ++i) {
+        const int place = first + i * team.stride;
+        const bool known = place >= 0 && place < static_cast<int>(order.rank_at.size());
+        text += (i == 0 ? "" : ", ") + (known ? std::to_string(order.rank_at[place]) : "?");
     }
-    if (lsa.rank != rank % ranks_per_node || lsa.stride != 1 || rail.nRanks != num_nodes ||
-        rail.rank != rank / ranks_per_node || rail.stride != ranks_per_node) {
-        return "NCCL's teams are not the nodes of the topology: rank " + text(rank) +
-               " (counted node by node) is place " + text(lsa.rank) + " of team " +
-               text(rail.rank) + " there, and place " + text(rank % ranks_per_node) + " of node " +
-               text(rank / ranks_per_node) + " in the topology";
+    return text + (team.nRanks > kShown ? ", ..)" : ")");
+}
+
+}  // namespace
+
+std::string team_problem(ncclTeam_t world, ncclTeam_t lsa, ncclTeam_t rail, int rank,
+                         const NodeOrder& order) {
+    const std::string self = std::to_string(rank);
+    const int num_ranks = static_cast<int>(order.rank_at.size());
+    const int size = order.ranks_per_node;
+    if (world.nRanks != num_ranks) {
+        return "the communicator has " + std::to_string(world.nRanks) + " ranks, the topology " +
+               std::to_string(num_ranks) + "; make the topology from the group (from_group)";
+    }
+    if (order.rank_at[world.rank] != rank) {
+        return "the communicator numbers rank " + self + " of the group " +
+               std::to_string(world.rank) + ", where node by node rank " +
+               std::to_string(order.rank_at[world.rank]) +
+               " would be: NCCL joins consecutive ranks only. Unset TOPOEP_NCCL_COMM, so that a "
+               "communicator in the order of the nodes is made";
+    }
+    const ncclTeam_t node{size, world.rank % size, 1};
+    const ncclTeam_t nodes{num_ranks / size, world.rank / size, size};
+    const auto differs = [](ncclTeam_t a, ncclTeam_t b) {
+        return a.nRanks != b.nRanks || a.rank != b.rank || (a.nRanks > 1 && a.stride != b.stride);
+    };
+    if (differs(lsa, node)) {
+        const char* reason =
+            lsa.nRanks > size
+                ? "they are one NVLink domain; give all its processes the same TOPOEP_NODE, or "
+                  "describe it with Topology(node_of_rank=..)"
+                : "some GPUs of a node cannot reach each other (nvidia-smi topo -p2p r), or the "
+                  "node table is not that of the machines (expected: Topology.from_group)";
+        return "the topology's node of rank " + self + " has " + describe_team(world, node, order) +
+               ", but on this machine NCCL joins " + describe_team(world, lsa, order) +
+               " by load and store: " + reason;
+    }
+    if (differs(rail, nodes)) {
+        return "the topology connects rank " + self + " over the network with " +
+               describe_team(world, nodes, order) + ", but NCCL's rail has " +
+               describe_team(world, rail, order) + "; expected nodes of equal size, those of " +
+               "Topology.from_group";
     }
     return "";
 }

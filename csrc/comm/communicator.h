@@ -53,6 +53,7 @@ public:
     // The ranks that reach each other by load and store, and those with this rank's place there.
     ncclTeam_t lsa_team() const { return library_.TeamLsa(comm_); }
     ncclTeam_t rail_team() const { return library_.TeamRail(comm_); }
+    ncclTeam_t world_team() const { return {num_ranks_, rank_, 1}; }
     // Why this communicator cannot serve, in words; empty: it can.
     std::string problem(Reach reach) const;
 
@@ -97,10 +98,17 @@ private:
     std::unique_ptr<ncclDevComm> device_comm_;
 };
 
-// Why NCCL's teams are not the nodes of the topology, in words; empty: they are. Ranks of the
-// communicator are numbered node by node, so the LSA team of a rank must be its node, and its rail
-// the ranks with its place in every node.
-std::string team_problem(ncclTeam_t lsa, ncclTeam_t rail, int rank, int num_nodes,
-                         int ranks_per_node);
+// The order in which a communicator must number the ranks of a group: node by node, because NCCL
+// joins consecutive ranks only. rank_at[place] is the rank of the group that it calls `place`.
+struct NodeOrder {
+    std::vector<int> rank_at;
+    int ranks_per_node;  // of every node
+};
+
+// Why NCCL's teams are not the nodes of the topology as rank `rank` of the group sees them, in
+// words; empty: they are. The LSA team of a rank must be its node, and its rail the ranks with its
+// place in every node.
+std::string team_problem(ncclTeam_t world, ncclTeam_t lsa, ncclTeam_t rail, int rank,
+                         const NodeOrder& order);
 
 }  // namespace topoep

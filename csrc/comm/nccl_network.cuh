@@ -26,8 +26,8 @@ __device__ inline void NcclNetwork::put(int peer, int64_t target, int64_t source
                                         uint32_t signal, uint64_t add) const {
     if (warp_lane() == 0) {
         gin_of(*this, signal)
-            .put(ncclTeamWorld(comm), peer, window, static_cast<size_t>(target), window,
-                 static_cast<size_t>(source), static_cast<size_t>(bytes),
+            .put(ncclTeamWorld(comm), position_of[peer], window, static_cast<size_t>(target),
+                 window, static_cast<size_t>(source), static_cast<size_t>(bytes),
                  NcclSignalAdd{signal, add}, ncclGin_None{}, ncclCoopThread{}, ncclGin_None{},
                  ::cuda::thread_scope_system, ::cuda::thread_scope_system);
     }
@@ -35,8 +35,9 @@ __device__ inline void NcclNetwork::put(int peer, int64_t target, int64_t source
 
 __device__ inline void NcclNetwork::signal(int peer, uint32_t signal, uint64_t add) const {
     gin_of(*this, signal)
-        .signal(ncclTeamWorld(comm), peer, NcclSignalAdd{signal, add}, ncclCoopThread{},
-                ncclGin_None{}, ::cuda::thread_scope_system, ::cuda::thread_scope_system);
+        .signal(ncclTeamWorld(comm), position_of[peer], NcclSignalAdd{signal, add},
+                ncclCoopThread{}, ncclGin_None{}, ::cuda::thread_scope_system,
+                ::cuda::thread_scope_system);
 }
 
 __device__ inline uint64_t NcclNetwork::read(uint32_t signal) const {

@@ -20,8 +20,11 @@ struct NcclNetwork {
     // Signals belong to a context, so both ends must take the same one for the same id: the
     // smallest number of contexts that any rank of the communicator has.
     int contexts;
+    // Kernels speak of ranks of the group; the communicator numbers them node by node, so that a
+    // node is a run of consecutive ranks whatever the group's order is. Device memory, [R].
+    const int32_t* position_of;
 
-#if defined(__CUDACC__)
+#if defined(__CUDACC__) || defined(TOPOEP_EMULATE)
     __device__ void put(int peer, int64_t target, int64_t source, int64_t bytes, uint32_t signal,
                         uint64_t add) const;
     __device__ void signal(int peer, uint32_t signal, uint64_t add) const;

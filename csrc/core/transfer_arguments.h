@@ -20,6 +20,12 @@ struct BlockRoles {
     int threads = 512;  // per block, a multiple of 32
 };
 
+// The lists that the solve of rank `config.rank` makes beside the plan.
+struct ListsArguments {
+    DataPlaneConfig config;
+    StreamLists lists;  // device memory; all nullptr: none are wanted
+};
+
 struct ExchangeArguments {
     DataPlane plane;
     const int32_t* row;  // [E] counts of this rank

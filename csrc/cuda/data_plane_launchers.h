@@ -18,10 +18,6 @@ struct NcclNetwork;
 
 namespace topoep::cuda {
 
-// lists: stream_lists_size() entries of device memory, written for this rank from the plan.
-const char* stream_lists(const DataPlaneConfig& config, const TopologyView& topology,
-                         const PlanCopies& copies, int32_t* lists, cudaStream_t stream);
-
 template <class Network>
 const char* exchange_counts(const ExchangeArguments& arguments, const Network& network,
                             cudaStream_t stream);

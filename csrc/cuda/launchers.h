@@ -15,6 +15,7 @@
 #include "core/reroute_plan.h"
 #include "core/row_parts.h"
 #include "core/solve_problem.h"
+#include "core/transfer_arguments.h"
 
 namespace topoep::cuda {
 
@@ -33,7 +34,7 @@ const char* histogram(const Id* ids, int64_t num_ids, int num_experts, const Dev
 size_t solve_workspace(const Shape& shape, int num_candidates, const DeviceLimits& limits);
 const char* solve(const SolveProblem& problem, const std::vector<int64_t>& candidates,
                   const DeviceLimits& limits, void* workspace, const PlanView& plan,
-                  cudaStream_t stream);
+                  const ListsArguments& wanted, cudaStream_t stream);
 
 size_t split_workspace(const Shape& shape);
 const char* split(const Shape& shape, const TopologyView& topology, const int32_t* counts,

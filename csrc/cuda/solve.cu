@@ -23,12 +23,12 @@ size_t solve_workspace(const Shape& shape, int num_candidates, const DeviceLimit
 
 const char* solve(const SolveProblem& problem, const std::vector<int64_t>& candidates,
                   const DeviceLimits& limits, void* workspace, const PlanView& plan,
-                  cudaStream_t stream) {
+                  const ListsArguments& wanted, cudaStream_t stream) {
     CandidateList list{};
     list.count = static_cast<int>(candidates.size());
     std::copy(candidates.begin(), candidates.end(), list.packed);
     return launch_solve(problem, list, shape_on_device(problem.shape, list.count, limits),
-                        workspace, plan, stream);
+                        workspace, plan, wanted, stream);
 }
 
 }  // namespace topoep::cuda

@@ -7,6 +7,8 @@
 //   --- grid barrier ---
 //   all blocks    winner = least (key, index); write slot tables; split the tokens of every copied
 //                 expert over its holders, one block an expert (core/finalize.h)
+//   last block    where a data plane moves what the plan says: this rank's lists for it
+//   out           (cuda/stream_lists.cuh)
 //
 // Launch shape: one block of 256 threads per candidate, at least kMinBlocks so that the first and
 // last phase have hands, at most one per SM so that all are resident. A block whose list of
@@ -22,8 +24,10 @@
 #include "core/limits.h"
 #include "core/solve_candidate.h"
 #include "core/solve_problem.h"
+#include "core/transfer_arguments.h"
 #include "core/workload.h"
 #include "cuda/compat.cuh"
+#include "cuda/stream_lists.cuh"
 #include "cuda/team.cuh"
 
 namespace topoep {
@@ -44,6 +48,7 @@ struct SolveWorkspace {
     int32_t* node_tokens;   // [N, E] planner order
     int32_t* slot_tokens;   // [candidates, R * S]
     uint16_t* slot_expert;  // [candidates, R * S]
+    uint32_t* finalized;    // [1] blocks that have written their part of the plan
     unsigned char* states;  // [blocks, state_bytes], nullptr: in shared memory
     size_t state_bytes;
 };
@@ -64,6 +69,7 @@ TOPOEP_HD SolveWorkspace bind_solve_workspace(const Shape& shape, int num_candid
     workspace.outcomes = arena.take<Outcome>(num_candidates);
     workspace.node_tokens = arena.take<int32_t>(shape.num_nodes * shape.num_experts);
     workspace.slot_tokens = arena.take<int32_t>(num_candidates * shape.num_spare());
+    workspace.finalized = arena.take<uint32_t>(1);
     workspace.slot_expert = arena.take<uint16_t>(num_candidates * shape.num_spare());
     if (!state_in_shared) {
         arena.take<uint64_t>(0);  // alignment
@@ -86,10 +92,12 @@ inline SolveShape solve_shape(const Shape& shape, int num_candidates, int num_sm
     const int num_blocks = wanted < num_sms ? wanted : num_sms;
     const size_t finalize = (static_cast<size_t>(shape.num_experts) + 1) * sizeof(int32_t) +
                             expert_split_bytes(shape.num_ranks);
+    const size_t lists = stream_lists_shared_bytes(shape.num_nodes);
+    const size_t last = finalize > lists ? finalize : lists;
     const size_t in_shared = result.state_in_shared ? result.state_bytes : 0;
     result.launch.grid = dim3(num_blocks);
     result.launch.block = dim3(kSolveThreads);
-    result.launch.shared_bytes = in_shared > finalize ? in_shared : finalize;
+    result.launch.shared_bytes = in_shared > last ? in_shared : last;
     result.launch.cooperative = true;
     bind_solve_workspace(shape, num_candidates, num_blocks, result.state_bytes,
                          result.state_in_shared, nullptr, &result.workspace_bytes);
@@ -216,9 +224,23 @@ __device__ inline void finalize_plan(const SolveProblem& problem, const Candidat
     }
 }
 
+// Whether all other blocks have written their part of the plan, which this one may then read. One
+// block of the launch gets true.
+__device__ inline bool is_last_to_finalize(const SolveWorkspace& workspace) {
+    TOPOEP_SHARED(int, is_last, [1]);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        is_last[0] = atomicAdd(workspace.finalized, 1u) == gridDim.x - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    return is_last[0] != 0;
+}
+
 __global__ void __launch_bounds__(kSolveThreads, 1)
     solve_kernel(SolveProblem problem, CandidateList candidates, SolveWorkspace workspace,
-                 PlanView plan) {
+                 PlanView plan, ListsArguments wanted) {
     TOPOEP_DYNAMIC_SHARED(unsigned char, shared);
     const BlockTeam team;
     const int64_t block_tokens = team.sum(
@@ -230,6 +252,7 @@ __global__ void __launch_bounds__(kSolveThreads, 1)
         if (blockIdx.x == 0) {
             plan.stats[kStatCrossTokensBefore] = 0;
             plan.stats[kStatCrossTokens] = 0;
+            *workspace.finalized = 0;
         }
     }
     grid_sync();
@@ -245,18 +268,24 @@ __global__ void __launch_bounds__(kSolveThreads, 1)
     solve_candidates(problem, candidates, workspace, tokens > kMaxTokens, state);
     grid_sync();
 
-    finalize_plan(problem, candidates, workspace, plan, tokens, reinterpret_cast<int32_t*>(shared));
+    auto* numbers = reinterpret_cast<int32_t*>(shared);
+    finalize_plan(problem, candidates, workspace, plan, tokens, numbers);
+    if (wanted.lists.pair_index != nullptr && is_last_to_finalize(workspace)) {
+        stream_lists_block(wanted.config, problem.topology,
+                           {plan.slot_expert, plan.copy_offsets, plan.copy_slots}, wanted.lists,
+                           numbers);
+    }
 }
 
 // Launches the solve. `workspace` has solve_shape(..).workspace_bytes bytes, aligned to 16.
 inline const char* launch_solve(const SolveProblem& problem, const CandidateList& candidates,
                                 const SolveShape& shape, void* workspace, const PlanView& plan,
-                                Stream stream) {
+                                const ListsArguments& wanted, Stream stream) {
     size_t used = 0;
     const SolveWorkspace bound =
         bind_solve_workspace(problem.shape, candidates.count, static_cast<int>(shape.launch.grid.x),
                              shape.state_bytes, shape.state_in_shared, workspace, &used);
-    return launch(solve_kernel, shape.launch, stream, problem, candidates, bound, plan);
+    return launch(solve_kernel, shape.launch, stream, problem, candidates, bound, plan, wanted);
 }
 
 }  // namespace topoep

@@ -6,7 +6,8 @@
 //   2   a warp each for the two directions: number the pairs of every stream, 32 at a time
 //   3   sort them by stream, which the numbers make a plain scatter; this rank's own slots
 //
-// Launch shape: one block. The order of entries decides everything, so all ranks number alike.
+// One block makes them: the last of the solve launch (cuda/solve.cuh). The order of entries decides
+// everything, so all ranks number alike.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +18,6 @@
 #include "cuda/team.cuh"
 
 namespace topoep {
-
-constexpr int kStreamListThreads = 512;
 
 // The other end of the pair that this entry leads, when this node is one end.
 struct PairEnds {
@@ -108,11 +107,18 @@ __device__ inline void list_guests(const DataPlaneConfig& config, const Topology
     }
 }
 
-__global__ void __launch_bounds__(kStreamListThreads, 1)
-    stream_lists_kernel(DataPlaneConfig config, TopologyView topology, PlanCopies copies,
-                        StreamLists lists) {
-    TOPOEP_SHARED(int32_t, out_streams, [kMaxRanks]);
-    TOPOEP_SHARED(int32_t, in_streams, [kMaxRanks]);
+// Shared memory that stream_lists_block() works in.
+TOPOEP_HD size_t stream_lists_shared_bytes(int num_nodes) {
+    return 2 * static_cast<size_t>(num_nodes) * sizeof(int32_t);
+}
+
+// All threads of a block call it. shared: stream_lists_shared_bytes() bytes that nobody else uses
+// meanwhile.
+__device__ inline void stream_lists_block(const DataPlaneConfig& config,
+                                          const TopologyView& topology, const PlanCopies& copies,
+                                          const StreamLists& lists, int32_t* shared) {
+    int32_t* out_streams = shared;
+    int32_t* in_streams = shared + config.num_nodes;
     const BlockTeam team;
     const int num_entries = copies.copy_offsets[config.num_experts];
     for (int n = team.lane(); n < config.num_nodes; n += team.size()) {
@@ -184,13 +190,6 @@ __global__ void __launch_bounds__(kStreamListThreads, 1)
         lists.in_entry[lists.in_begin[home] + lists.pair_index[entry]] = entry;
     }
     list_guests(config, topology, copies, lists);
-}
-
-inline const char* launch_stream_lists(const DataPlaneConfig& config, const TopologyView& topology,
-                                       const PlanCopies& copies, int32_t* lists, Stream stream) {
-    const LaunchShape shape{dim3(1), dim3(kStreamListThreads)};
-    return launch(stream_lists_kernel, shape, stream, config, topology, copies,
-                  view_stream_lists(lists, config));
 }
 
 }  // namespace topoep

@@ -3,9 +3,12 @@
 // prints what happens. Errors are printed, not thrown.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <sstream>
 #include <string>
+#include <vector>
 
 #include "comm/communicator.h"
 #include "core/error.h"
@@ -39,12 +42,32 @@ void run(const topoep::NcclLibrary& library, bool abort) {
     std::printf("closed\n");
 }
 
-void describe_teams(const topoep::NcclLibrary& library, ncclComm_t handle, int ranks_per_node) {
-    const auto comm = Communicator::adopt(library, handle);
+std::vector<int> numbers(const std::string& text) {
+    std::istringstream stream(text);
+    std::vector<int> result;
+    for (std::string word; std::getline(stream, word, ',');) {
+        result.push_back(std::stoi(word));
+    }
+    return result;
+}
+
+// What rank `rank` of the group says of NCCL's teams.
+void describe_teams(const Communicator& comm, int rank, const topoep::NodeOrder& order) {
     const std::string problem =
-        topoep::team_problem(comm->lsa_team(), comm->rail_team(), comm->rank(),
-                             comm->num_ranks() / ranks_per_node, ranks_per_node);
+        topoep::team_problem(comm.world_team(), comm.lsa_team(), comm.rail_team(), rank, order);
     std::printf("teams: %s\n", problem.c_str());
+}
+
+// A communicator numbered as the order says.
+void describe_teams_of_own(const topoep::NcclLibrary& library, int rank,
+                           const topoep::NodeOrder& order) {
+    ncclUniqueId id;
+    topoep::check_nccl(library, library.GetUniqueId(&id), "ncclGetUniqueId");
+    const auto at = std::find(order.rank_at.begin(), order.rank_at.end(), rank);
+    const auto comm = Communicator::create(library, id, static_cast<int>(order.rank_at.size()),
+                                           static_cast<int>(at - order.rank_at.begin()));
+    describe_teams(*comm, rank, order);
+    comm->close(false);
 }
 
 }  // namespace
@@ -59,7 +82,12 @@ int main(int, char** arguments) {
             std::printf("node: %s\n", topoep::nccl_problem(library, Reach::kNode).c_str());
             std::printf("cluster: %s\n", topoep::nccl_problem(library, Reach::kCluster).c_str());
         } else if (scenario == "teams") {
-            describe_teams(library, adopted_comm(fake), std::stoi(arguments[3]));
+            const topoep::NodeOrder order{numbers(arguments[4]), std::stoi(arguments[5])};
+            describe_teams_of_own(library, std::stoi(arguments[3]), order);
+        } else if (scenario == "adopted_teams") {
+            const topoep::NodeOrder order{numbers(arguments[4]), std::stoi(arguments[5])};
+            describe_teams(*Communicator::adopt(library, adopted_comm(fake)),
+                           std::stoi(arguments[3]), order);
         } else if (scenario == "adopt_nothing") {
             Communicator::adopt(library, nullptr);
         } else {

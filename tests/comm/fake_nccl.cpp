@@ -3,7 +3,8 @@
 // bear. The environment tells it what to get wrong:
 //   FAKE_NCCL_VERSION  what ncclGetVersion answers, default: the version of the headers
 //   FAKE_NCCL_FAIL     functions that fail, with commas around each, such as ",ncclMemAlloc,"
-//   FAKE_NCCL_LSA      ranks per LSA team (default 4)
+//   FAKE_NCCL_HOSTS    the host of each rank of a communicator, such as "0,0,1,1"; default: 4 ranks
+//                      on each host
 //   FAKE_NCCL_RANKS    ranks of an adopted communicator (default 8)
 //   FAKE_NCCL_NO_GIN, FAKE_NCCL_NO_DEVICE_API, FAKE_NCCL_NO_WINDOW   what it does not support
 // Compiled with FAKE_NCCL_WITHOUT_DEVICE_API it lacks the functions of the device API.
@@ -13,7 +14,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
+#include <sstream>
 #include <string>
+#include <vector>
 
 struct ncclComm {
     int rank;
@@ -38,6 +42,30 @@ ncclResult_t called(const char* name) {
 ncclComm& adopted() {
     static ncclComm comm{3, setting("FAKE_NCCL_RANKS", 8)};
     return comm;
+}
+
+// NCCL's rule: teams are of one size on all ranks, and of consecutive ranks on one host, so their
+// size is the greatest that divides the length of every run of ranks with equal hosts.
+[[maybe_unused]] int lsa_size(const ncclComm& comm) {
+    const char* text = std::getenv("FAKE_NCCL_HOSTS");
+    if (text == nullptr) {
+        return 4;
+    }
+    std::istringstream stream(text);
+    std::vector<std::string> hosts;
+    for (std::string host; std::getline(stream, host, ',');) {
+        hosts.push_back(host);
+    }
+    int size = 0;
+    int run = 0;
+    for (int rank = 0; rank < comm.num_ranks; ++rank) {
+        ++run;
+        if (rank + 1 == comm.num_ranks || hosts.at(rank) != hosts.at(rank + 1)) {
+            size = std::gcd(size, run);
+            run = 0;
+        }
+    }
+    return size;
 }
 
 }  // namespace
@@ -140,11 +168,11 @@ ncclResult_t ncclGetLsaDevicePointer(ncclWindow_t window, size_t offset, int pee
     return called("ncclGetLsaDevicePointer");
 }
 ncclTeam_t ncclTeamLsa(ncclComm_t comm) {
-    const int lsa = setting("FAKE_NCCL_LSA", 4);
+    const int lsa = lsa_size(*comm);
     return {lsa, comm->rank % lsa, 1};
 }
 ncclTeam_t ncclTeamRail(ncclComm_t comm) {
-    const int lsa = setting("FAKE_NCCL_LSA", 4);
+    const int lsa = lsa_size(*comm);
     return {comm->num_ranks / lsa, comm->rank / lsa, lsa};
 }
 #endif

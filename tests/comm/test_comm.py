@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from tests.comm.fake import HERE, MISSING, NCCL, ROOT, compile_cpp, compile_fake, have_headers
+from topoep import Topology
 
 pytestmark = pytest.mark.skipif(not have_headers(), reason=MISSING)
 
@@ -164,22 +165,70 @@ def test_what_the_communicator_cannot_do_is_said(run):
     assert "made no symmetric window" in run("life", no_window=1)[-1]
 
 
+def as_text(numbers) -> str:
+    return ",".join(map(str, numbers))
+
+
+def teams(run, topology: Topology, hosts: list[int]) -> list[str]:
+    """What each rank of the group says of NCCL's teams; ``hosts``: where each rank really is."""
+    order = topology.rank_order
+    size = len(topology.ranks_of_node(0))
+    settings = {"hosts": as_text(hosts[rank] for rank in order)}
+    said = []
+    for rank in range(topology.num_ranks):
+        lines = run("teams", str(rank), as_text(order), str(size), **settings)
+        assert lines[1].startswith(f"id 7, {len(hosts)} ranks, rank {order.index(rank)},")
+        said += [line.removeprefix("teams: ") for line in lines if line.startswith("teams: ")]
+    return said
+
+
 @pytest.mark.parametrize(
-    ("lsa", "ranks_per_node", "message"),
+    "nodes",
+    [[0, 0, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 2, 0, 1, 2], [0] * 4,
+     [0, 1, 2, 3], [0, 1, 1, 2, 0, 2, 2, 1, 0]],
+    ids=as_text,
+)  # fmt: skip
+def test_tables_of_any_order_fit_where_the_ranks_are_there(run, nodes):
+    assert teams(run, Topology(node_of_rank=nodes), nodes) == [""] * len(nodes)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hosts", "message"),
     [
-        (4, 4, ""),
-        (8, 8, ""),
-        (8, 4, "nodes of 4 ranks, but on this machine NCCL joins 8 by load and store: they are one "
-               "NVLink domain; give all its processes the same TOPOEP_NODE"),
-        (2, 4, "NCCL joins 2 by load and store: some GPUs of a node cannot reach each other"),
+        ([0, 1, 0, 1], [0, 0, 1, 1],
+         "the topology's node of rank 0 has 2 ranks (0, 2), but on this machine NCCL joins 1 rank "
+         "(0) by load and store: some GPUs of a node cannot reach each other (nvidia-smi topo "
+         "-p2p r), or the node table is not that of the machines (expected: Topology.from_group)"),
+        ([0, 0, 1, 1], [0, 1, 0, 1], "of rank 0 has 2 ranks (0, 1), but on this machine NCCL joins "
+         "1 rank (0) by load and store"),
+        ([0, 1, 1, 0], [0, 1, 0, 1], "of rank 0 has 2 ranks (0, 3), but"),
+        ([0, 1, 0, 1], [0] * 4,
+         "has 2 ranks (0, 2), but on this machine NCCL joins 4 ranks (0, 2, 1, 3) by load and "
+         "store: they are one NVLink domain; give all its processes the same TOPOEP_NODE"),
+        ([0, 1] * 8, [0] * 16, "NCCL joins 16 ranks (0, 2, 4, 6, 8, 10, 12, 14, ..) by load"),
+        ([0, 1] * 4, [0, 2, 0, 2, 1, 3, 1, 3], "has 4 ranks (0, 2, 4, 6), but on this machine NCCL "
+         "joins 2 ranks (0, 2)"),
     ],
 )  # fmt: skip
-def test_rails_must_be_those_of_the_topology(run, lsa, ranks_per_node, message):
-    (line,) = [x for x in run("teams", str(ranks_per_node), lsa=lsa) if x.startswith("teams: ")]
-    assert line == "teams: " if message == "" else message in line
+def test_tables_that_are_not_the_machines_are_refused_on_every_rank(run, nodes, hosts, message):
+    said = teams(run, Topology(node_of_rank=nodes), hosts)
+    assert message in said[0]
+    assert all(said)
+
+
+def test_an_adopted_communicator_must_be_in_the_order_of_the_nodes(run):
+    (line,) = run("adopted_teams", "3", "0,2,4,6,1,3,5,7", "4", hosts="0,1,0,1,0,1,0,1")[-1:]
+    assert line == (
+        "teams: the communicator numbers rank 3 of the group 3, where node by node rank 6 would "
+        "be: NCCL joins consecutive ranks only. Unset TOPOEP_NCCL_COMM, so that a communicator in "
+        "the order of the nodes is made"
+    )
+    (line,) = run("adopted_teams", "3", "0,1,2,3", "2")[-1:]
+    assert "the communicator has 8 ranks, the topology 4" in line
+    assert run("adopted_teams", "3", "0,1,2,3,4,5,6,7", "4")[-1] == "teams: "
 
 
 def test_an_adopted_communicator_is_not_destroyed(run):
-    assert "ncclCommDestroy" not in run("teams", "4")
+    assert "ncclCommDestroy" not in run("adopted_teams", "3", "0,1,2,3,4,5,6,7", "4")
     (line,) = run("adopt_nothing")
     assert "has no NCCL communicator yet; make it eager" in line

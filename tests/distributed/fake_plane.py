@@ -7,10 +7,13 @@ which hands over a wrong table is found out.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
-from topoep.plan import Plan, PlanConfig
+from topoep import ops
+from topoep.plan import PlanConfig
 from topoep.topology import Topology
 from topoep.transports import LocalTransport
 from topoep.transports.plane import Plane, PlaneSettings, Window
@@ -53,13 +56,14 @@ class FakePlane(Plane):
         dist.all_gather(rows, row, group=self.group)
         return torch.stack(rows)
 
-    def lists(self, plan: Plan) -> torch.Tensor:
-        self.calls.append("lists")
-        return torch.full((3,), plan.token)
+    def solve(self, counts, topology, spare_slots, candidates, objective):
+        self.calls.append("solve")
+        tables = ops.solve(counts, topology, spare_slots, candidates, objective, self.rank)
+        return (*tables, tables[0] + 1000)
 
-    def replicate(self, plan, lists, home, spare) -> None:
+    def replicate(self, plan, home, spare) -> None:
         self.calls.append("replicate")
-        assert lists.tolist() == [plan.token] * 3
+        assert torch.equal(plan.lists, plan.slot_expert + 1000)
         mine = self._resolve(home, [(self.config.experts_per_rank, t) for t in spare])
         everyone: list = [None] * self.config.num_ranks
         dist.all_gather_object(everyone, mine, self.group)
@@ -68,13 +72,14 @@ class FakePlane(Plane):
             tuple(t.clone() if r == self.rank else torch.zeros_like(t) for t in spare)
             for r in range(self.config.num_ranks)
         ]
-        simulated.replicate(plan, everyone, out)
+        # A copy: what this reads of the plan on the host is not read for others.
+        simulated.replicate(replace(plan), everyone, out)
         for target, source in zip(spare, out[self.rank], strict=True):
             target.copy_(source)
 
-    def reduce(self, plan, lists, slot_table, slot_grads, home_grads) -> None:
+    def reduce(self, plan, slot_table, slot_grads, home_grads) -> None:
         self.calls.append("reduce")
-        assert lists.tolist() == [plan.token] * 3
+        assert torch.equal(plan.lists, plan.slot_expert + 1000)
         (slot_type,), (home_type,) = {t.dtype for t in slot_grads}, {t.dtype for t in home_grads}
         assert {slot_type, home_type} <= {torch.float32, torch.bfloat16}
         mine = self._resolve(slot_table, [(self.config.spare_slots, t) for t in slot_grads])
@@ -84,7 +89,8 @@ class FakePlane(Plane):
         dist.all_gather_object(everyone, (mine, tuple(home_grads)), self.group)
         homes = [h for _, h in everyone]
         homes[self.rank] = tuple(home_grads)
-        LocalTransport(self.topology).reduce_grads(plan, [s for s, _ in everyone], homes)
+        slots = [s for s, _ in everyone]
+        LocalTransport(self.topology).reduce_grads(replace(plan), slots, homes)
         used = plan.slot_expert[self.rank] >= 0
         for slot in slot_grads:
             slot[used] = 0

@@ -47,7 +47,6 @@ def force(balancer: Balancer, choose: Chooser) -> list[Plan]:
 
     def make(counts: Tensor, num_invalid: Tensor | None, ids: tuple[Tensor, ...]) -> Plan:
         plan = make_plan(balancer, counts, choose(balancer, counts), ids)
-        balancer.transport.prepare(plan)
         made.append(plan)
         return plan
 

@@ -72,6 +72,22 @@ def test_counts(case):
     assert case.cluster.errors() == []
 
 
+def test_every_rank_makes_the_plan_with_its_lists(case):
+    for seed in range(4):
+        plan = case.plan(seed)
+        torch.cuda.synchronize()
+        made = case.cluster.solve(plan.counts)
+        torch.cuda.synchronize()
+        for rank, (slot_expert, _, slot_tokens, *rest, _lists) in enumerate(made):
+            own = plan.for_rank(rank)
+            assert torch.equal(slot_expert, plan.slot_expert)
+            assert torch.equal(slot_tokens, plan.slot_tokens)
+            for got, wanted in zip(
+                rest[:4], (own.copy_offsets, own.copy_slots, own.send, own.recv), strict=True
+            ):
+                assert torch.equal(got, wanted)
+
+
 def test_weights_of_several_dtypes(case):
     """Several plans one after the other, without waiting in between: rings wrap around."""
     dtypes = torch.bfloat16, torch.uint8, torch.float32

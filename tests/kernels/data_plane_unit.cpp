@@ -2,6 +2,7 @@
 // A simulated cluster for the kernels of the data plane: the blocks of all ranks and one network
 // fiber run in ONE launch, so that the race checker sees every rank's accesses, also from one
 // microbatch to the next. Where a rank would start another kernel, its blocks meet in a barrier.
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -316,7 +317,8 @@ void run_rank(const World& world, int rank, int block, uint32_t* shared) {
                      reinterpret_cast<unsigned char*>(arguments.counts), bytes, block, num_blocks);
         }
         if (block == 0) {
-            stream_lists_kernel(config, plane.topology, copies, world.replicate[rank].lists);
+            stream_lists_block(config, plane.topology, copies, world.replicate[rank].lists,
+                               reinterpret_cast<int32_t*>(shared));
         }
         end_kernel();
         ReplicateArguments replicate = world.replicate[rank];
@@ -540,7 +542,8 @@ const char* run_cluster(const Settings* settings, const Memory* memory) {
     const unsigned num_blocks = static_cast<unsigned>(1 + roles.senders + roles.pullers);
     LaunchShape shape{dim3(num_blocks * static_cast<unsigned>(num_ranks) + 1),
                       dim3(static_cast<unsigned>(roles.threads))};
-    shape.shared_bytes = replicate_shared_bytes(shared_config, roles);
+    shape.shared_bytes = std::max(replicate_shared_bytes(shared_config, roles),
+                                  stream_lists_shared_bytes(shared_config.num_nodes));
     emu_set_option("resident", shape.grid.x);
     return launch(cluster_kernel, shape, nullptr, static_cast<const World*>(world.data()));
 }

@@ -45,6 +45,21 @@ const char* with_type(Int dtype, F&& f) {
     return "no such dtype";
 }
 
+// As much of a data plane's config as its lists depend on.
+DataPlaneConfig lists_config(const Shape& shape, const TopologyView& topology, int rank) {
+    DataPlaneConfig config{};
+    config.num_ranks = shape.num_ranks;
+    config.num_nodes = shape.num_nodes;
+    config.ranks_per_node = shape.num_ranks / shape.num_nodes;
+    config.num_experts = shape.num_experts;
+    config.spare_slots = shape.spare_slots;
+    config.rank = rank;
+    const Place place = place_of(topology, rank);
+    config.node = place.node;
+    config.local = place.local;
+    return config;
+}
+
 RowParts make_parts(Int count, const int64_t* pointers, const int64_t* row_bytes,
                     int64_t* packed_bytes) {
     RowParts parts{};
@@ -91,7 +106,7 @@ const char* run_solve(const int32_t* counts, const int32_t* table, Int ranks, In
                       const int64_t* objective, Int rank, Int sms, Int max_shared, void* workspace,
                       int32_t* slot_expert, int32_t* slot_source, int32_t* slot_tokens,
                       int32_t* copy_offsets, int32_t* copy_slots, int32_t* send, int32_t* recv,
-                      int64_t* stats) {
+                      int64_t* stats, int32_t* lists) {
     SolveProblem problem{};
     problem.shape = make_shape(ranks, nodes, experts, spare);
     problem.topology = view_topology_table(table, static_cast<int>(ranks));
@@ -108,7 +123,21 @@ const char* run_solve(const int32_t* counts, const int32_t* table, Int ranks, In
                         send,        recv,        stats,       static_cast<int>(rank)};
     const SolveShape shape =
         solve_shape(problem.shape, list.count, static_cast<int>(sms), max_shared);
-    return launch_solve(problem, list, shape, workspace, plan, nullptr);
+    ListsArguments wanted{};
+    if (lists != nullptr) {
+        wanted.config = lists_config(problem.shape, problem.topology, static_cast<int>(rank));
+        wanted.lists = view_stream_lists(lists, wanted.config);
+    }
+    return launch_solve(problem, list, shape, workspace, plan, wanted, nullptr);
+}
+
+Int lists_size(Int ranks, Int nodes, Int experts, Int spare) {
+    DataPlaneConfig config{};
+    config.num_ranks = static_cast<int>(ranks);
+    config.num_nodes = static_cast<int>(nodes);
+    config.num_experts = static_cast<int>(experts);
+    config.spare_slots = static_cast<int>(spare);
+    return stream_lists_size(config);
 }
 
 Int split_workspace(Int ranks, Int nodes, Int experts, Int spare) {

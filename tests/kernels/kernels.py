@@ -70,8 +70,9 @@ class Kernels:
         objective: Sequence[int],
         rank: int,
         max_shared: int = 96 * 1024,
+        with_lists: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Same arguments and results as ``topoep.ops.solve``."""
+        """Same arguments and results as ``topoep.ops.solve``, perhaps as ``solve_for_plane``."""
         ranks, experts = counts.shape
         nodes = table.numel() - 3 * ranks - 1
         width = experts // ranks + spare_slots
@@ -90,12 +91,15 @@ class Kernels:
             torch.empty(rows, width, dtype=torch.int32),
             torch.empty(len(STAT_NAMES), dtype=torch.int64),
         ]
+        if with_lists:
+            size = self._size("lists_size", ranks, nodes, experts, spare_slots)
+            outputs.append(torch.full((size,), -7, dtype=torch.int32))
         packed = torch.tensor(candidates)
         goal = torch.tensor(objective)
         self._run(
             "run_solve",
             [counts, table, ranks, nodes, experts, spare_slots, packed, len(candidates), goal,
-             rank, self.num_sms, max_shared, workspace, *outputs],
+             rank, self.num_sms, max_shared, workspace, *outputs, *([] if with_lists else [None])],
             [counts, table],
             [workspace, *outputs],
         )  # fmt: skip

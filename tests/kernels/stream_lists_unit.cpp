@@ -5,6 +5,19 @@
 using namespace topoep;
 using Int = long long;
 
+namespace {
+
+constexpr int kThreads = 512;
+
+__global__ void __launch_bounds__(kThreads, 1)
+    stream_lists_kernel(DataPlaneConfig config, TopologyView topology, PlanCopies copies,
+                        StreamLists lists) {
+    TOPOEP_DYNAMIC_SHARED(int32_t, shared);
+    stream_lists_block(config, topology, copies, lists, shared);
+}
+
+}  // namespace
+
 extern "C" {
 
 Int lists_size(Int ranks, Int nodes, Int experts, Int spare) {
@@ -39,7 +52,8 @@ const char* run_stream_lists(Int ranks, Int nodes, Int experts, Int spare, Int r
     for (int i = 0; i < 9; ++i) {
         starts[i] = fields[i] - lists;
     }
-    return launch_stream_lists(config, topology, {slot_expert, copy_offsets, copy_slots}, lists,
-                               nullptr);
+    const LaunchShape shape{dim3(1), dim3(kThreads), stream_lists_shared_bytes(config.num_nodes)};
+    return launch(stream_lists_kernel, shape, nullptr, config, topology,
+                  PlanCopies{slot_expert, copy_offsets, copy_slots}, view);
 }
 }

@@ -34,7 +34,7 @@ def test_every_kernel_is_compiled_for_every_architecture(resources):
     }
     stages = {kernel.split("_kernel")[0] for kernel in kernels}
     expected = {"histogram", "solve", "split", "planner_slots", "reroute", "expand", "combine",
-                "combine_grad_rows", "combine_grad_weights", "pack", "reduce_grads", "stream_lists",
+                "combine_grad_rows", "combine_grad_weights", "pack", "reduce_grads",
                 "exchange_counts", "replicate", "reduce_grads_across"}  # fmt: skip
     assert stages == expected
 

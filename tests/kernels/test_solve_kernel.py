@@ -9,6 +9,8 @@ import torch
 import topoep
 from tests.emulation.harness import SCHEDULES
 from tests.kernels.kernels import Kernels
+from tests.kernels.plans import PlanTables
+from tests.kernels.test_stream_lists import meaning, raw_lists
 from topoep import ops
 from topoep.objective import Objective
 from topoep.portfolio import Candidate
@@ -64,7 +66,14 @@ def check_against_cpu(
     packed = [candidate.pack() for candidate in candidates]
     arguments = (counts, topology.table(), spare, packed, objective.to_ints(), rank)
     expected = ops.solve(*arguments)
-    got = kernels.solve(*arguments, max_shared=max_shared)
+    with_lists = rank >= 0 and spare > 0
+    got = kernels.solve(*arguments, max_shared=max_shared, with_lists=with_lists)
+    if with_lists:
+        *got, lists = got
+        tables = (got[0].numpy(), got[3].numpy(), got[4].numpy())
+        plan = PlanTables(topology, counts.shape[1], *tables)
+        wanted, starts = raw_lists(plan, rank)
+        assert meaning(plan, lists.numpy(), starts) == meaning(plan, wanted, starts)
     names = [
         "slot_expert",
         "slot_source",

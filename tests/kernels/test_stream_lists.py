@@ -28,8 +28,8 @@ def emulator() -> Emulator:
     return Emulator([Path(__file__).with_name("stream_lists_unit.cpp")])
 
 
-def lists_by_kernel(plan: PlanTables, rank: int, schedule=SCHEDULES[0]) -> dict[str, list[int]]:
-    """Every field, with the entries that mean something."""
+def raw_lists(plan: PlanTables, rank: int, schedule=SCHEDULES[0]) -> tuple[np.ndarray, np.ndarray]:
+    """The memory of the lists, -7 where nothing was written, and where each field begins."""
     unit = emulator()
     topology = plan.topology
     sizes = (topology.num_ranks, topology.num_nodes, plan.num_experts, plan.spare_slots)
@@ -47,9 +47,18 @@ def lists_by_kernel(plan: PlanTables, rank: int, schedule=SCHEDULES[0]) -> dict[
     with unit.memory(**tables), unit.memory(initialised=False, lists=memory):
         unit.call("run_stream_lists", *sizes, rank, *tables.values(), memory, starts)
     assert unit.take_reports() == []
+    return memory, starts
+
+
+def lists_by_kernel(plan: PlanTables, rank: int, schedule=SCHEDULES[0]) -> dict[str, list[int]]:
+    return meaning(plan, *raw_lists(plan, rank, schedule))
+
+
+def meaning(plan: PlanTables, memory: np.ndarray, starts: np.ndarray) -> dict[str, list[int]]:
+    """Every field, with the entries that mean something."""
     raw = {
         name: memory[start:end].tolist()
-        for name, start, end in zip(FIELDS, starts, [*starts[1:], size], strict=True)
+        for name, start, end in zip(FIELDS, starts, [*starts[1:], len(memory)], strict=True)
     }
     num_out, num_in = raw["out_begin"][-1], raw["in_begin"][-1]
     return {

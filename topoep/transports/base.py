@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
+from topoep import ops
 from topoep.plan import Plan, PlanConfig
 
 #: The weight tensors of one rank's experts, experts in dimension 0.
@@ -57,8 +59,21 @@ class Transport(ABC):
     def close(self) -> None:  # noqa: B027
         """Frees what the transport holds; nothing may be called after it. May be collective."""
 
-    def prepare(self, plan: Plan) -> None:  # noqa: B027
-        """Called once for every new plan: a transport may enqueue work that only needs the plan."""
+    def solve(
+        self,
+        counts: Tensor,
+        topology: Tensor,
+        spare_slots: int,
+        candidates: Sequence[int],
+        objective: Sequence[int],
+        rank: int,
+    ) -> tuple[Tensor, ...]:
+        """As :func:`topoep.ops.solve`.
+
+        A transport may return one tensor more, which becomes ``plan.lists``: what it derives from
+        the plan for itself, in the same launch.
+        """
+        return ops.solve(counts, topology, spare_slots, candidates, objective, rank)
 
     def share(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027
         """Moves tensors to memory that other ranks can read, where that helps. May be collective.
@@ -112,6 +127,14 @@ class Transport(ABC):
         Transports that move data on the host, or need lists there, are done when this returns.
         """
         self.replicate(plan, weights, out)
+        return Pending()
+
+    def gradient_stream(self) -> AbstractContextManager[object]:
+        """Makes the stream current, if there is one, on which gradients of copies come home."""
+        return nullcontext()
+
+    def mark(self) -> Pending:
+        """What has been enqueued on the current stream; a stream may wait for it later."""
         return Pending()
 
     @abstractmethod

@@ -17,6 +17,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ from topoep.transports.plane import (
     PlaneSettings,
     Window,
     describe_error,
+    lists_of,
     timeout_from_environment,
 )
 
@@ -66,12 +68,24 @@ def topology_problem(topology: Topology) -> str:
     """Why the kernels cannot serve this topology, in words."""
     sizes = [len(topology.ranks_of_node(node)) for node in range(topology.num_nodes)]
     if len(set(sizes)) > 1:
-        return f"nodes have different numbers of ranks ({min(sizes)} to {max(sizes)})"
-    if list(topology.node_of_rank) != sorted(topology.node_of_rank):
         return (
-            "the ranks of a node are not consecutive in the group; the kernels number the network "
-            "by rank (create the group with its ranks ordered by node)"
+            f"nodes have different numbers of ranks ({min(sizes)} to {max(sizes)}); the kernels "
+            "need equally many on every node (give the group as many ranks of each)"
         )
+    return ""
+
+
+def table_problem(topology: Topology, measured: Topology) -> str:
+    """Where the node table and the one by host name differ first, in words; empty: nowhere."""
+    for rank in range(topology.num_ranks):
+        given, found = (t.ranks_of_node(t.node_of_rank[rank])[0] for t in (topology, measured))
+        if given != found:
+            where = "with no lower rank" if given == rank else f"in the node of rank {given}"
+            there = "with no lower rank" if found == rank else f"in the node of rank {found}"
+            return (
+                f"the topology has rank {rank} {where}, by host name it is {there}: "
+                "Topology.from_group(group) makes the table by host name and TOPOEP_NODE"
+            )
     return ""
 
 
@@ -83,10 +97,19 @@ class NcclConnector:
         problem = local_problem(topology)
         if not problem and not over_group.moves_cuda:
             problem = f"the backend of the group is {over_group.backend!r}; CUDA tensors need nccl"
+        if not problem:
+            try:
+                _use_comm_of_group()
+            except RuntimeError as error:
+                problem = str(error)
         return problem
 
     def connect(self, topology: Topology, group: dist.ProcessGroup) -> tuple[Plane | None, str]:
-        """A communicator of the group's ranks. Collective.
+        """A communicator of the group's ranks, numbered node by node. Collective.
+
+        NCCL joins consecutive ranks by load and store. Groups whose ranks alternate between nodes
+        therefore get a communicator in another order than the group's; kernels go on speaking of
+        the group's ranks, and the network translates.
 
         Returns:
             The plane over it, and why it cannot serve; one of the two is empty.
@@ -94,21 +117,41 @@ class NcclConnector:
         ops = torch.ops.topoep
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         device = torch.device("cuda", torch.cuda.current_device())
+        measured = Topology.from_group(group)
+        order = topology.rank_order
+        adopt = _use_comm_of_group()
+        everyone = [False] * size
+        dist.all_gather_object(everyone, adopt, group)
+        if len(set(everyone)) > 1:
+            adopts, creates = everyone.index(True), everyone.index(False)
+            return None, (
+                f"TOPOEP_NCCL_COMM is 'group' on rank {adopts} and 'own' on rank {creates}; set it "
+                "to the same on all ranks"
+            )
+        if adopt and order != tuple(range(size)):
+            adopt = False
+            if rank == 0:
+                _logger.warning(
+                    "TOPOEP_NCCL_COMM=group: the group does not have its ranks node by node, and "
+                    "NCCL joins consecutive ranks only; a communicator in the order of the nodes "
+                    "is made instead"
+                )
         comm = 0
         try:
-            if _use_comm_of_group():
+            if adopt:
                 backend: Any = group._get_backend(device)
                 comm = ops.nccl_comm_adopt(backend._comm_ptr())
             else:
-                comm = ops.nccl_comm_create(_shared_id(group), size, rank)
+                comm = ops.nccl_comm_create(_shared_id(group), size, order.index(rank))
             local_ranks = len(topology.ranks_of_node(topology.node_of_rank[rank]))
-            problem = ops.nccl_comm_problem(comm, topology.num_nodes, local_ranks)
+            problem = ops.nccl_comm_problem(comm, order, local_ranks, rank)
         except (AttributeError, RuntimeError) as error:
             problem = str(error)
         if problem:
             if comm:
                 ops.nccl_comm_close(comm, True)
-            return None, problem
+            table = table_problem(topology, measured)
+            return None, f"{problem}; {table}" if table else problem
 
         def smallest(value: int) -> int:
             values: list[int] = [0] * size
@@ -161,7 +204,7 @@ class NcclTransport(C10dTransport):
     are enqueued on the current stream and never wait for the host.
 
     Args:
-        topology: ranks of a node consecutive, nodes of equal size.
+        topology: nodes of equal size, in any arrangement of the ranks.
         group: its ranks.
         plane: windows and kernels, from :class:`NcclConnector`.
         settings: sizes; the defaults, with ``TOPOEP_TIMEOUT_S``, if None.
@@ -197,13 +240,12 @@ class NcclTransport(C10dTransport):
         self._failure = ""
         self._closed = False
         self._num_experts = 0
-        self._lists: weakref.WeakKeyDictionary[Plan, Tensor] = weakref.WeakKeyDictionary()
         self._shared: dict[int, _Shared] = {}  # by address
         self._stages: dict[object, tuple[Weights, Tensor]] = {}
         self._grad_slots: dict[object, tuple[Weights, Tensor]] = {}
         self._tables: dict[tuple[int, ...], Tensor] = {}
         self._last_stream: dict[str, torch.cuda.Stream] = {}
-        self._side_stream: torch.cuda.Stream | None = None
+        self._side_streams: dict[str, torch.cuda.Stream] = {}
 
     def configure(self, config: PlanConfig) -> None:
         """See :meth:`Transport.configure`."""
@@ -229,11 +271,21 @@ class NcclTransport(C10dTransport):
         with self._in_order("exchange"):
             return self._plane.exchange(counts[0])
 
-    def prepare(self, plan: Plan) -> None:
-        """See :meth:`Transport.prepare`."""
-        if plan.config.spare_slots > 0:
-            self._check_device(plan.counts, "the counts")
-            self._lists[plan] = self._plane.lists(plan)
+    def solve(
+        self,
+        counts: Tensor,
+        topology: Tensor,
+        spare_slots: int,
+        candidates: Sequence[int],
+        objective: Sequence[int],
+        rank: int,
+    ) -> tuple[Tensor, ...]:
+        """See :meth:`Transport.solve`: with the lists of the data plane, in one launch."""
+        if spare_slots == 0:  # nothing will be moved
+            return super().solve(counts, topology, spare_slots, candidates, objective, rank)
+        self._check_device(counts, "the counts")
+        assert rank == self.held[0], "the plane's rank is this process's"
+        return self._plane.solve(counts, topology, spare_slots, candidates, objective)
 
     # ---- weights -------------------------------------------------------------------------------
 
@@ -257,11 +309,10 @@ class NcclTransport(C10dTransport):
         self._check()
         (home,), (spare,) = weights, out
         table = self._table_of(home)
-        lists = self._lists_of(plan)
         if table is None:
             table = self._stage(home)
         with self._in_order("replicate"):
-            self._plane.replicate(plan, lists, table, spare)
+            self._plane.replicate(plan, table, spare)
 
     def start_replicate(
         self, plan: Plan, weights: Sequence[Weights], out: Sequence[Weights]
@@ -269,25 +320,40 @@ class NcclTransport(C10dTransport):
         """See :meth:`Transport.start_replicate`: on a stream of its own, of high priority."""
         if self._plane.device.type != "cuda":
             return super().start_replicate(plan, weights, out)
-        if self._side_stream is None:
-            self._side_stream = torch.cuda.Stream(self._plane.device, priority=-1)
-        side, current = self._side_stream, torch.cuda.current_stream(self._plane.device)
-        side.wait_stream(current)
+        side = self._side_stream("replicate")
+        side.wait_stream(torch.cuda.current_stream(self._plane.device))
         with torch.cuda.stream(side):
             self.replicate(plan, weights, out)
-        done = torch.cuda.Event()
-        done.record(side)
+            done = self.mark()
         # The allocator must not give their memory to others while the side stream reads it.
         for tensor in (
             plan.slot_expert,
             plan.copy_offsets,
             plan.copy_slots,
-            self._lists_of(plan),
+            lists_of(plan),
             *weights[0],
             *out[0],
         ):
             tensor.record_stream(side)
-        return Pending(lambda: torch.cuda.current_stream(self._plane.device).wait_event(done))
+        return done
+
+    def mark(self) -> Pending:
+        """See :meth:`Transport.mark`."""
+        if self._plane.device.type != "cuda":
+            return super().mark()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._plane.device))
+        return Pending(lambda: torch.cuda.current_stream(self._plane.device).wait_event(event))
+
+    def _side_stream(self, kernel: str) -> torch.cuda.Stream:
+        """A stream of high priority for one kind of transfer, made when it is first used.
+
+        One for each: weights for the next layer must not queue behind the gradients of this one,
+        and may travel beside them.
+        """
+        if kernel not in self._side_streams:
+            self._side_streams[kernel] = torch.cuda.Stream(self._plane.device, priority=-1)
+        return self._side_streams[kernel]
 
     def _stage(self, home: Weights) -> Tensor:
         """Copies weights that were not shared into a window; the table of their addresses there.
@@ -323,13 +389,18 @@ class NcclTransport(C10dTransport):
 
     # ---- gradients -----------------------------------------------------------------------------
 
+    def gradient_stream(self) -> AbstractContextManager[object]:
+        """See :meth:`Transport.gradient_stream`: of high priority."""
+        if self._plane.device.type != "cuda":
+            return super().gradient_stream()
+        return torch.cuda.stream(self._side_stream("reduce"))
+
     def reduce_grads(
         self, plan: Plan, slot_grads: Sequence[Weights], out: Sequence[Weights]
     ) -> None:
         """See :meth:`Transport.reduce_grads`. float64 is not supported."""
         self._check()
         (grads,), (homes,) = slot_grads, out
-        lists = self._lists_of(plan)
         for slot_type, home_type in sorted(
             {(_slot_type(g.dtype), h.dtype) for g, h in zip(grads, homes, strict=True)}, key=str
         ):
@@ -339,14 +410,14 @@ class NcclTransport(C10dTransport):
                 if (_slot_type(g.dtype), h.dtype) == (slot_type, home_type)
             ]
             slots, table = self._slots_for(tuple(g for g, _ in chosen), slot_type)
-            for slot, (grad, _) in zip(slots, chosen, strict=True):
-                slot.copy_(grad)
             # The kernel knows float32 and bfloat16; others are widened, and rounded once at the
             # end as they are there.
             native = _slot_type(home_type) == home_type
             sums = [h if native else h.float() for _, h in chosen]
-            with self._in_order("reduce"):
-                self._plane.reduce(plan, lists, table, slots, sums)
+            with self._in_order("reduce"):  # the copies too: the launch before reads these slots
+                for slot, (grad, _) in zip(slots, chosen, strict=True):
+                    slot.copy_(grad)
+                self._plane.reduce(plan, table, slots, sums)
             if not native:
                 for total, (_, home) in zip(sums, chosen, strict=True):
                     home.copy_(total)
@@ -439,11 +510,6 @@ class NcclTransport(C10dTransport):
                 stream.wait_stream(last)
         yield
         self._last_stream[kernel] = stream
-
-    def _lists_of(self, plan: Plan) -> Tensor:
-        if plan not in self._lists:
-            self.prepare(plan)
-        return self._lists[plan]
 
     def _check(self) -> None:
         """Raises if a kernel gave up since the last call; reads host memory only."""

@@ -170,18 +170,24 @@ class Plane(ABC):
         """Enqueues: int32 ``[R, E]`` from every rank's int32 ``[E]``."""
 
     @abstractmethod
-    def lists(self, plan: Plan) -> Tensor:
-        """Enqueues: the transfer lists of a plan."""
+    def solve(
+        self,
+        counts: Tensor,
+        topology: Tensor,
+        spare_slots: int,
+        candidates: Sequence[int],
+        objective: Sequence[int],
+    ) -> tuple[Tensor, ...]:
+        """Enqueues: a plan for this rank, and its transfer lists (``plan.lists``)."""
 
     @abstractmethod
-    def replicate(self, plan: Plan, lists: Tensor, home: Tensor, spare: Sequence[Tensor]) -> None:
+    def replicate(self, plan: Plan, home: Tensor, spare: Sequence[Tensor]) -> None:
         """Enqueues the copies into ``spare``; ``home``: int64 ``[T, G]`` addresses."""
 
     @abstractmethod
     def reduce(
         self,
         plan: Plan,
-        lists: Tensor,
         slot_table: Tensor,
         slot_grads: Sequence[Tensor],
         home_grads: Sequence[Tensor],
@@ -260,24 +266,34 @@ class NcclPlane(Plane):
         """See :meth:`Plane.exchange`."""
         return ops.exchange_counts(row, self._number, self._num_ranks)
 
-    def lists(self, plan: Plan) -> Tensor:
-        """See :meth:`Plane.lists`."""
-        return ops.stream_lists(*_tables(plan), self._number, self._lists_size)
+    def solve(
+        self,
+        counts: Tensor,
+        topology: Tensor,
+        spare_slots: int,
+        candidates: Sequence[int],
+        objective: Sequence[int],
+    ) -> tuple[Tensor, ...]:
+        """See :meth:`Plane.solve`."""
+        return ops.solve_for_plane(
+            counts, topology, spare_slots, candidates, objective, self._number, self._lists_size
+        )
 
-    def replicate(self, plan: Plan, lists: Tensor, home: Tensor, spare: Sequence[Tensor]) -> None:
+    def replicate(self, plan: Plan, home: Tensor, spare: Sequence[Tensor]) -> None:
         """See :meth:`Plane.replicate`."""
-        ops.replicate_(*_tables(plan), lists, home, spare, self._number)
+        ops.replicate_(*_tables(plan), lists_of(plan), home, spare, self._number)
 
     def reduce(
         self,
         plan: Plan,
-        lists: Tensor,
         slot_table: Tensor,
         slot_grads: Sequence[Tensor],
         home_grads: Sequence[Tensor],
     ) -> None:
         """See :meth:`Plane.reduce`."""
-        ops.reduce_across_(*_tables(plan), lists, slot_table, slot_grads, home_grads, self._number)
+        ops.reduce_across_(
+            *_tables(plan), lists_of(plan), slot_table, slot_grads, home_grads, self._number
+        )
 
     def close(self, abort: bool) -> None:
         """See :meth:`Plane.close`."""
@@ -292,6 +308,20 @@ class NcclPlane(Plane):
         if self._plane is None:
             raise RuntimeError("the data plane was not started, or is closed")
         return self._plane
+
+
+def lists_of(plan: Plan) -> Tensor:
+    """The transfer lists that the plane made with the plan.
+
+    Raises:
+        RuntimeError: the plan is not from :meth:`Plane.solve`.
+    """
+    if plan.lists is None:
+        raise RuntimeError(
+            "this plan has no transfer lists, so it was not made by the solve of this transport; "
+            "use balancer.plan(..) or plan_from_counts(..)"
+        )
+    return plan.lists
 
 
 def _tables(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
