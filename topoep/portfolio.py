@@ -36,7 +36,8 @@ class Candidate:
             0 hottest or 2 cover-fit, round up 0-1, item order 0-2, fit 0 single or 2 pair. An ``a``
             or ``A`` behind them prefers destination nodes that the tokens come from, if the share
             fits there or always; a ``w`` imports no more of an expert at once than the room of one
-            rank; an ``l`` at the end first makes copies for locality (objective ``Time`` only). ``"T"``: matching by optimal transport. docs/algorithm.md explains each.
+            rank; an ``l`` at the end first makes copies for locality (objective ``Time`` only).
+            ``"T"``: matching by optimal transport. docs/algorithm.md explains each.
 
     Raises:
         ValueError: a name is not of these forms.

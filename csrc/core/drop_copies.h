@@ -3,8 +3,8 @@
 // go back to the home rank of its expert, which passes what it has no room for on: to a rank that
 // shares an expert with it and has room, or to one that can pass as much on in turn. Copies are
 // tested all at once, each for the widest such way; of those whose ways cross the one with the
-// fewest tokens goes, all others at the same time, and the test repeats until none can go. (An exact
-// search, by maximum flow, removes little more.)
+// fewest tokens goes, all others at the same time, and the test repeats until none can go. (An
+// exact search, by maximum flow, removes little more.)
 #pragma once
 
 #include "core/candidate.h"
@@ -86,7 +86,8 @@ TOPOEP_HD int other_end(const Candidate& c, int slot, int p) {
     return rank == p ? c.home_rank(c.slot_expert[slot]) : rank;
 }
 
-// The way for the tokens of the copy in `slot`. No state of a rank p is looked at unless may_read(p).
+// The way for the tokens of the copy in `slot`. No state of a rank p is looked at unless
+// may_read(p).
 template <class MayRead>
 TOPOEP_HD Way find_way(const Candidate& c, int32_t limit, int slot, MayRead&& may_read) {
     Way way;

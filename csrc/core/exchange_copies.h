@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Last step of a candidate with at least as many copies as ranks. Copies are then links of a graph
 // of ranks that has cycles: tokens of one copy can take the place of another's all around a cycle,
-// and loads stay as they are. So every copy in turn, the smallest first, is emptied as far as others
-// can take over what it serves: along the shortest path from its expert's home to a rank with room,
-// or to its own rank, whose load its tokens leave behind (augmenting paths, as in maximum flow).
-// What did not empty a copy is not undone: the room has only moved to another rank.
+// and loads stay as they are. So every copy in turn, the smallest first, is emptied as far as
+// others can take over what it serves: along the shortest path from its expert's home to a rank
+// with room, or to its own rank, whose load its tokens leave behind (augmenting paths, as in
+// maximum flow). What did not empty a copy is not undone: the room has only moved to another rank.
 #pragma once
 
 #include "core/candidate.h"
@@ -21,8 +21,8 @@ TOPOEP_TEAM int next_to_empty(const Team& team, const Candidate& c) {
     uint64_t best = kNothing;
     for (int i = team.lane(); i < c.shape.num_spare(); i += team.size()) {
         if (c.turn[i] >= 0 && c.slot_expert[i] != kNoExpert) {
-            best = min64(best, uint64_t{static_cast<uint32_t>(c.turn[i])} << 16 |
-                                   static_cast<uint64_t>(i));
+            best = min64(
+                best, uint64_t{static_cast<uint32_t>(c.turn[i])} << 16 | static_cast<uint64_t>(i));
         }
     }
     best = team.min(best);
@@ -99,8 +99,8 @@ TOPOEP_HD int32_t path_tokens(const Candidate& c, int32_t limit, int emptied, in
         const int slot = arrival_slot(c.arrival[p]);
         const int expert = c.slot_expert[slot];
         const int from = other_end(c, slot, p);
-        tokens = min32(tokens, from == c.home_rank(expert) ? c.home[expert] - 1
-                                                           : c.slot_tokens[slot]);
+        tokens =
+            min32(tokens, from == c.home_rank(expert) ? c.home[expert] - 1 : c.slot_tokens[slot]);
         p = from;
     }
     return tokens;
@@ -127,7 +127,8 @@ TOPOEP_TEAM int exchange_copies(const Team& team, int32_t limit, Candidate& c) {
     int steps = 0;
     for (int slot; (slot = next_to_empty(team, c)) >= 0; ++steps) {
         const int home = c.home_rank(c.slot_expert[slot]);
-        for (int piece = 0; piece < kMaxPieces && c.slot_expert[slot] != kNoExpert; ++piece, ++steps) {
+        for (int piece = 0; piece < kMaxPieces && c.slot_expert[slot] != kNoExpert;
+             ++piece, ++steps) {
             const int taker = find_taker(team, c, limit, slot, home);
             if (taker < 0) {
                 break;
@@ -154,8 +155,7 @@ TOPOEP_TEAM bool can_exchange(const Team& team, const Candidate& c) {
     for (int p = team.lane(); p < c.shape.num_ranks; p += team.size()) {
         copies += static_cast<uint32_t>(c.shape.spare_slots - c.free[p]);
     }
-    return !c.policy.locality &&
-           team.sum(copies) >= static_cast<uint32_t>(c.shape.num_ranks);
+    return !c.policy.locality && team.sum(copies) >= static_cast<uint32_t>(c.shape.num_ranks);
 }
 
 }  // namespace topoep

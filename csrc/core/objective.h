@@ -103,9 +103,8 @@ TOPOEP_HD uint64_t plan_key(const Shape& shape, const Objective& objective, int6
     const uint64_t weighted =
         static_cast<uint64_t>(outcome.copies + (objective.cross_weight - 1) * outcome.cross_pairs);
     const uint64_t load = static_cast<uint64_t>(outcome.max_load);
-    const bool within =
-        objective.kind == kBalance &&
-        outcome.max_load <= allowed_load(objective, total_tokens, shape.num_ranks);
+    const bool within = objective.kind == kBalance &&
+                        outcome.max_load <= allowed_load(objective, total_tokens, shape.num_ranks);
     constexpr uint64_t kNotWithinBit = uint64_t{1} << 62;
     return within ? weighted << 31 | load : kNotWithinBit | load << 26 | weighted;
 }

@@ -239,8 +239,8 @@ TOPOEP_TEAM int place_nodes(const Team& team, const Workload& work, const int32_
             continue;
         }
         const int32_t most = c.policy.whole_rooms ? room_for_next(c, work, importer) : INT32_MAX;
-        const int32_t tokens = static_cast<int32_t>(
-            min64(int64_t{min32(share.tokens, most)}, c.node_room[importer]));
+        const int32_t tokens =
+            static_cast<int32_t>(min64(int64_t{min32(share.tokens, most)}, c.node_room[importer]));
         team.sync();
         if (team.lane() == 0) {
             record_import(c, importer, exporter, share.expert, tokens);

@@ -35,7 +35,7 @@ struct Policy {
     int affinity;    // Affinity: prefer nodes that many of the expert's tokens come from
     int locality;    // first import experts whose tokens cost more to send than their weights
     int whole_rooms;  // imports are no larger than the room of the rank they will go to
-    int transport;   // 1: match_transport.h instead of the steps over nodes and inside them
+    int transport;    // 1: match_transport.h instead of the steps over nodes and inside them
 };
 
 struct CandidateSpec {
