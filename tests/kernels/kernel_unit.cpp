@@ -50,6 +50,7 @@ DataPlaneConfig lists_config(const Shape& shape, const TopologyView& topology, i
     DataPlaneConfig config{};
     config.num_ranks = shape.num_ranks;
     config.num_nodes = shape.num_nodes;
+    config.ranks_per_node = shape.num_ranks / shape.num_nodes;
     config.num_experts = shape.num_experts;
     config.spare_slots = shape.spare_slots;
     config.rank = rank;

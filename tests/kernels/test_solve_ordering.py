@@ -12,7 +12,6 @@ import hashlib
 from pathlib import Path
 
 import pytest
-import torch
 
 import topoep
 from tests.emulation.harness import CACHE, PROJECT, SCHEDULES, Emulator, LaunchError
@@ -40,7 +39,7 @@ def mutants() -> Emulator:
 
 
 def is_noticed(number: int) -> bool:
-    """Whether a solve with lists reports something, or gives other lists."""
+    """Whether the checkers report something of a solve with lists."""
     unit = mutants()
     ctypes.c_int.in_dll(unit.library, "deleted_site").value = number
     topology = topoep.Topology(node_of_rank=[0, 1, 0, 1, 2, 2])
@@ -51,11 +50,9 @@ def is_noticed(number: int) -> bool:
         counts = random_counts(6, 24, schedule.seed)
         arguments = (counts, topology.table(), 2, packed, topoep.Balance(0.02).to_ints(), 1)
         try:
-            lists = runner.solve(*arguments, with_lists=True)[8]
+            runner.solve(*arguments, with_lists=True)
         except (AssertionError, LaunchError):
             unit.take_reports()
-            return True
-        if not torch.equal(lists, kernels.Kernels().solve(*arguments, with_lists=True)[8]):
             return True
     return False
 
