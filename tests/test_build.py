@@ -124,8 +124,11 @@ identity = torch.zeros(128, dtype=torch.uint8)
 ops.nccl_unique_id_(identity)
 assert identity.tolist() == [7] * 128
 comm = ops.nccl_comm_create(identity, 8, 5)
-assert ops.nccl_comm_problem(comm, 2, 4) == ""
-assert "nodes of 8 ranks" in ops.nccl_comm_problem(comm, 1, 8)
+in_order, strided = list(range(8)), [0, 2, 4, 6, 1, 3, 5, 7]
+assert ops.nccl_comm_problem(comm, in_order, 4, 5) == ""
+assert ops.nccl_comm_problem(comm, strided, 4, 3) == ""
+assert "numbers rank 5 of the group 5" in ops.nccl_comm_problem(comm, strided, 4, 5)
+assert "node of rank 5 has 8 ranks" in ops.nccl_comm_problem(comm, in_order, 8, 5)
 assert ops.nccl_comm_device(comm, 66, 4) == 2
 ops.nccl_comm_check(comm)
 ops.nccl_comm_close(comm, False)
