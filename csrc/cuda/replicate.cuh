@@ -8,49 +8,30 @@
 //   puller   guests from this node: tiles, home window -> spare slot; waits for nothing
 //            guests from other nodes: for each (home node, rail, worker) a sequence of chunks;
 //            arrived -> landing slot of rank `rail` -> spare slot -> done
+//            guests that this node relays (relays.cuh): the same, from the ring of a relay;
+//            and for each relay worker the chunks that this rank relays
 //
 // No cycle of waits: a puller never waits for one stream while another could go on, so every chunk
-// that has been put is read and credited; senders of a rank take chunks in one order, and wait for
-// credits of chunks that were put before. A staging slot serves all receivers and is free again
-// when all of them have credited what was sent from it.
+// that has been put or relayed is read, and credited; senders of a rank take chunks in one order,
+// and wait for credits of chunks that were put before. A staging slot serves all receivers and is
+// free again when all of them have credited what was sent from it.
 //
 // Launch shape: 1 + senders + pullers blocks; all blocks of all ranks must be resident.
 #pragma once
 
 #include <cstdint>
 
-#include "core/limits.h"
 #include "core/transfer_arguments.h"
 #include "cuda/bounded_wait.cuh"
 #include "cuda/compat.cuh"
 #include "cuda/landing.cuh"
 #include "cuda/network.cuh"
-#include "cuda/packed_copy.cuh"
+#include "cuda/pull_weights.cuh"
+#include "cuda/weight_rows.cuh"
 
 namespace topoep {
 
 constexpr int kTransferThreads = 512;
-
-__device__ inline ShardCut weight_cut(const ReplicateArguments& arguments) {
-    const DataPlaneConfig& config = arguments.plane.config;
-    return cut_into_shards(arguments.layout.total(), config.ranks_per_node, config.chunk_bytes,
-                           kByteAlignment);
-}
-
-// Where the packed position `at` of tensor t of an expert lies in its home rank's weights.
-__device__ inline const unsigned char* home_address(const ReplicateArguments& arguments, int expert,
-                                                    int home_local, int t, int64_t at) {
-    const DataPlaneConfig& config = arguments.plane.config;
-    const ExpertLayout& layout = arguments.layout;
-    return arguments.home[t * config.ranks_per_node + home_local] +
-           expert % config.experts_per_rank() * layout.row_units[t] + (at - layout.begin[t]);
-}
-
-__device__ inline unsigned char* spare_address(const ReplicateArguments& arguments, int slot, int t,
-                                               int64_t at) {
-    const ExpertLayout& layout = arguments.layout;
-    return arguments.spare[t] + slot * layout.row_units[t] + (at - layout.begin[t]);
-}
 
 // The staging slot is free when every receiver has credited the chunk last sent from it.
 template <class Network>
@@ -120,10 +101,7 @@ __device__ bool send_weights(const ReplicateArguments& arguments, const Network&
             const int64_t begin = cut.chunk_begin(config.local, c);
             const int64_t length = cut.chunk_length(config.local, c);
             const int64_t staging = ring.staging + slot * config.chunk_bytes;
-            for_tensor_parts(arguments.layout, begin, length, [&](int t, int64_t from, int64_t to) {
-                copy_block(own_window + staging + (from - begin),
-                           home_address(arguments, expert, home_local, t, from), to - from);
-            });
+            stage_weights(arguments, expert, home_local, {begin, length}, own_window + staging);
             __syncthreads();
             // The receivers are spread over the warps: one that is slow holds up few others.
             bool sent = true;
@@ -170,217 +148,6 @@ __device__ bool send_weights(const ReplicateArguments& arguments, const Network&
     return true;
 }
 
-// The guests whose expert has its home in this node, and how their rows are cut into tiles.
-struct LocalGuests {
-    int slots[kMaxSpareSlots];
-    int count;
-    int tiles_per_guest;
-};
-
-__device__ inline void list_local_guests(const ReplicateArguments& arguments, LocalGuests* guests) {
-    const DataPlane& plane = arguments.plane;
-    const DataPlaneConfig& config = plane.config;
-    int count = 0;
-    for (int slot = 0; slot < config.spare_slots; ++slot) {
-        const int expert = arguments.copies.slot_expert[config.rank * config.spare_slots + slot];
-        if (expert >= 0 &&
-            place_of(plane.topology, home_rank(config, expert)).node == config.node) {
-            guests->slots[count++] = slot;
-        }
-    }
-    guests->count = count;
-    guests->tiles_per_guest =
-        static_cast<int>((arguments.layout.total() + config.tile_bytes - 1) / config.tile_bytes);
-}
-
-__device__ inline void pull_tile(const ReplicateArguments& arguments, const LocalGuests& guests,
-                                 int tile) {
-    const DataPlane& plane = arguments.plane;
-    const DataPlaneConfig& config = plane.config;
-    const int slot = guests.slots[tile / guests.tiles_per_guest];
-    const int expert = arguments.copies.slot_expert[config.rank * config.spare_slots + slot];
-    const int home_local = place_of(plane.topology, home_rank(config, expert)).local;
-    const int64_t begin = tile % guests.tiles_per_guest * config.tile_bytes;
-    const int64_t left = arguments.layout.total() - begin;
-    for_tensor_parts(arguments.layout, begin, left < config.tile_bytes ? left : config.tile_bytes,
-                     [&](int t, int64_t from, int64_t to) {
-                         copy_block(spare_address(arguments, slot, t, from),
-                                    home_address(arguments, expert, home_local, t, from),
-                                    to - from);
-                     });
-}
-
-// Guests of one home node: guests[first .. first + count) of the list of guests.
-struct GuestGroup {
-    int node;
-    int first;
-    int count;
-};
-
-// Returns how many groups there are.
-__device__ inline int list_guest_groups(const int32_t* guests, GuestGroup* groups) {
-    int count = 0;
-    for (int i = 0; i < guests[0]; ++i) {
-        const int node = guests[1 + 3 * i + 1];
-        if (count == 0 || groups[count - 1].node != node) {
-            groups[count++] = {node, i, 0};
-        }
-        ++groups[count - 1].count;
-    }
-    return count;
-}
-
-// Chunks of the guests of one home node on one rail that one worker gathers, in order.
-struct GatherUnit {
-    const GuestGroup* group;
-    int rail;
-    int worker;
-    int chunks_per_guest;  // of this worker
-};
-
-__device__ inline GatherUnit gather_unit(const DataPlaneConfig& config, const ShardCut& cut,
-                                         const GuestGroup* groups, int unit) {
-    const int worker = unit % config.workers;
-    const int rail = unit / config.workers % config.ranks_per_node;
-    const int num_chunks = cut.num_chunks(rail);
-    return {groups + unit / (config.workers * config.ranks_per_node), rail, worker,
-            (num_chunks - worker + config.workers - 1) / config.workers};
-}
-
-// One chunk of a guest.
-struct GuestChunk {
-    int slot;
-    int node;
-    int rail;
-    int index;
-    uint64_t sequence;
-};
-
-__device__ inline GuestChunk guest_chunk(const ReplicateArguments& arguments, const ShardCut& cut,
-                                         const GatherUnit& unit, int progress) {
-    const DataPlaneConfig& config = arguments.plane.config;
-    const int guest = unit.group->first + progress / unit.chunks_per_guest;
-    const int32_t* fields = arguments.lists.guests + 1 + 3 * guest;
-    const int index = progress % unit.chunks_per_guest * config.workers + unit.worker;
-    const uint64_t base = view_state(arguments.plane.state, config)
-                              .weights_in[unit.group->node * config.ranks_per_node + unit.rail];
-    return {fields[0], unit.group->node, unit.rail, index,
-            base + uint64_t{1} * fields[2] * cut.num_chunks(unit.rail) + index};
-}
-
-// How the chunk of a gather unit is; see next_unit.
-__device__ inline UnitState check_chunk(const ReplicateArguments& arguments, const ShardCut& cut,
-                                        const GatherUnit& unit, int progress, Wanted* wanted) {
-    if (unit.chunks_per_guest <= 0 || progress == unit.chunks_per_guest * unit.group->count) {
-        return UnitState::kFinished;
-    }
-    const DataPlane& plane = arguments.plane;
-    const DataPlaneConfig& config = plane.config;
-    const GuestChunk chunk = guest_chunk(arguments, cut, unit, progress);
-    const uint64_t arrived = load_relaxed(
-        arrived_flag(plane, plane.window.weights, config.local, chunk.node, chunk.rail));
-    if (arrived > chunk.sequence) {
-        return UnitState::kReady;
-    }
-    *wanted = {Waited::kArrived, rank_of(plane.topology, config.node, chunk.rail),
-               static_cast<uint32_t>(chunk.node), chunk.sequence + 1, arrived};
-    return UnitState::kWaiting;
-}
-
-__device__ inline void copy_chunk(const ReplicateArguments& arguments, const ShardCut& cut,
-                                  const GuestChunk& chunk) {
-    const DataPlane& plane = arguments.plane;
-    const DataPlaneConfig& config = plane.config;
-    const int64_t ring_slot =
-        static_cast<int64_t>(chunk.sequence % static_cast<uint64_t>(config.ring_slots));
-    const unsigned char* landing =
-        plane.windows[chunk.rail] + plane.window.weights.landing +
-        (int64_t{chunk.node} * config.ring_slots + ring_slot) * config.chunk_bytes;
-    const int64_t begin = cut.chunk_begin(chunk.rail, chunk.index);
-    for_tensor_parts(arguments.layout, begin, cut.chunk_length(chunk.rail, chunk.index),
-                     [&](int t, int64_t from, int64_t to) {
-                         copy_block(spare_address(arguments, chunk.slot, t, from),
-                                    landing + (from - begin), to - from);
-                     });
-}
-
-// progress: shared memory, a counter for each gather unit of this puller.
-__device__ inline bool pull_weights(const ReplicateArguments& arguments, Waiter& waiter, int puller,
-                                    int num_pullers, int32_t* progress) {
-    const DataPlane& plane = arguments.plane;
-    const DataPlaneConfig& config = plane.config;
-    const ShardCut cut = weight_cut(arguments);
-    TOPOEP_SHARED(LocalGuests, local_guests, [1]);
-    TOPOEP_SHARED(GuestGroup, groups, [kMaxSpareSlots]);
-    TOPOEP_SHARED(int, num_groups, [1]);
-    TOPOEP_SHARED(int, chosen, [1]);
-    if (threadIdx.x == 0) {
-        list_local_guests(arguments, local_guests);
-        num_groups[0] = list_guest_groups(arguments.lists.guests, groups);
-    }
-    __syncthreads();
-    const int num_tiles = local_guests->count * local_guests->tiles_per_guest;
-    const int all_units = num_groups[0] * config.ranks_per_node * config.workers;
-    const int num_units = puller < all_units ? (all_units - puller - 1) / num_pullers + 1 : 0;
-    int tile = puller;
-    if (num_units == 0) {  // nothing to wait for: no barrier between tiles
-        for (; tile < num_tiles; tile += num_pullers) {
-            pull_tile(arguments, *local_guests, tile);
-        }
-        return true;
-    }
-    for (int i = static_cast<int>(threadIdx.x); i < num_units; i += static_cast<int>(blockDim.x)) {
-        progress[i] = 0;
-    }
-    __syncthreads();
-
-    // Unit num_units stands for the tiles: they fill the time until chunks arrive.
-    int last = -1;
-    for (;;) {
-        if (warp_index() == 0) {
-            const int unit =
-                next_unit(waiter, num_units + 1, last, [&](int candidate, Wanted* wanted) {
-                    if (candidate == num_units) {
-                        return tile < num_tiles ? UnitState::kReady : UnitState::kFinished;
-                    }
-                    return check_chunk(
-                        arguments, cut,
-                        gather_unit(config, cut, groups, puller + candidate * num_pullers),
-                        progress[candidate], wanted);
-                });
-            if (warp_lane() == 0) {
-                chosen[0] = unit;
-            }
-            __threadfence_system();  // the landed bytes, for the block behind the barrier
-        }
-        __syncthreads();
-        const int unit = chosen[0];
-        if (unit < 0) {
-            return unit == kNoUnitLeft;
-        }
-        last = unit;
-        if (unit == num_units) {
-            pull_tile(arguments, *local_guests, tile);
-            tile += num_pullers;
-            __syncthreads();  // all have read `chosen`
-            continue;
-        }
-        const GuestChunk chunk = guest_chunk(
-            arguments, cut, gather_unit(config, cut, groups, puller + unit * num_pullers),
-            progress[unit]);
-        copy_chunk(arguments, cut, chunk);
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            ++progress[unit];
-            __threadfence_system();  // all loads before the slot is given back
-            store_relaxed(done_flag(plane, plane.window.weights, chunk.rail, chunk.node,
-                                    config.local, chunk.index % config.workers),
-                          chunk.sequence + 1);
-        }
-        __syncwarp();
-    }
-}
-
 // What the launch adds to the persistent state.
 __device__ inline void advance_weights(const ReplicateArguments& arguments, int thread,
                                        int num_threads) {
@@ -399,6 +166,7 @@ __device__ inline void advance_weights(const ReplicateArguments& arguments, int 
     }
     if (thread == 0) {
         state.header->staged += uint64_t{1} * lists.staged[0] * cut.num_chunks(config.local);
+        state.header->relayed += uint64_t{1} * lists.relays[0] * relay_cut(arguments).chunks;
     }
 }
 
@@ -441,7 +209,8 @@ __global__ void __launch_bounds__(kTransferThreads, 1)
 
 // The agent's cursors or a puller's counters.
 inline size_t replicate_shared_bytes(const DataPlaneConfig& config, const BlockRoles& roles) {
-    const int64_t units = int64_t{config.spare_slots} * config.ranks_per_node * config.workers;
+    const int64_t units =
+        (int64_t{config.spare_slots} * config.ranks_per_node + 1) * config.workers;
     const int64_t of_puller = (units / roles.pullers + 1) * int64_t{sizeof(int32_t)};
     const int64_t of_agent = landing_agent_shared_bytes(config);
     return static_cast<size_t>(of_puller > of_agent ? of_puller : of_agent);

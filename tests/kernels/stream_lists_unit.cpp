@@ -30,7 +30,7 @@ Int lists_size(Int ranks, Int nodes, Int experts, Int spare) {
 }
 
 // starts[i]: where the i-th field of StreamLists begins.
-const char* run_stream_lists(Int ranks, Int nodes, Int experts, Int spare, Int rank,
+const char* run_stream_lists(Int ranks, Int nodes, Int experts, Int spare, Int rank, Int max_relays,
                              const int32_t* table, const int32_t* slot_expert,
                              const int32_t* copy_offsets, const int32_t* copy_slots, int32_t* lists,
                              int64_t* starts) {
@@ -41,15 +41,16 @@ const char* run_stream_lists(Int ranks, Int nodes, Int experts, Int spare, Int r
     config.num_experts = static_cast<int>(experts);
     config.spare_slots = static_cast<int>(spare);
     config.rank = static_cast<int>(rank);
+    config.max_relays = static_cast<int>(max_relays);
     const TopologyView topology = view_topology_table(table, config.num_ranks);
     const Place place = place_of(topology, config.rank);
     config.node = place.node;
     config.local = place.local;
     const StreamLists view = view_stream_lists(lists, config);
-    const int32_t* fields[] = {view.pair_index, view.out_order, view.in_order,
-                               view.out_begin,  view.out_entry, view.in_begin,
-                               view.in_entry,   view.staged,    view.guests};
-    for (int i = 0; i < 9; ++i) {
+    const int32_t* fields[] = {view.pair_index, view.out_order, view.in_order, view.out_begin,
+                               view.out_entry,  view.in_begin,  view.in_entry, view.staged,
+                               view.guests,     view.relays};
+    for (int i = 0; i < 10; ++i) {
         starts[i] = fields[i] - lists;
     }
     const LaunchShape shape{dim3(1), dim3(kThreads), stream_lists_shared_bytes(config.num_nodes)};
