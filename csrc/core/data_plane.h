@@ -15,6 +15,9 @@
 
 namespace topoep {
 
+// With two ranks in a node an expert has at most one copy in its home node: nothing to relay.
+constexpr int kLeastRanksToRelay = 3;
+
 // Fixed for the life of a transport and equal on all ranks, but for the place of the rank.
 struct DataPlaneConfig {
     int num_ranks = 0;
@@ -34,6 +37,8 @@ struct DataPlaneConfig {
     TOPOEP_HD int experts_per_rank() const { return num_experts / num_ranks; }
     TOPOEP_HD int slots_per_rank() const { return experts_per_rank() + spare_slots; }
     TOPOEP_HD int num_spare() const { return num_ranks * spare_slots; }
+    // Chunks in flight from one relay worker.
+    TOPOEP_HD int relay_slots() const { return ring_slots < workers ? 1 : ring_slots / workers; }
     // One row of counts in the window: whole vectors, so that every row can be put.
     TOPOEP_HD int64_t count_row_bytes() const { return (num_experts + 3) / 4 * 16; }
 };
@@ -52,6 +57,16 @@ struct RingLayout {
     uint32_t credit_signal;  // + n * ring_slots + slot: the receiver has read a chunk
 };
 
+// Relays (core/relays.h): a rank of the expert's home node passes a shard on to those of its node
+// that hold a copy. Every worker has a ring of its own.
+struct RelayLayout {
+    int64_t ring;   // [workers, relay_slots, chunk_bytes], written by this rank
+    int64_t ready;  // uint64 [G, workers]: chunks of rank g's worker w that may be read there;
+                    // written by rank g of this node
+    int64_t read;   // uint64 [G, workers]: rank h of this node has read all its chunks of this
+                    // rank's worker w below this
+};
+
 // One symmetric window per rank: all offsets are equal on all ranks.
 struct WindowLayout {
     int64_t counts;        // [2, R, count_row_bytes]: int32 rows of all ranks, by parity of the
@@ -61,6 +76,7 @@ struct WindowLayout {
     int64_t grads_read;    // uint64 [G]: rank h of this node reads this rank's slots no more
     RingLayout weights;
     RingLayout grads;
+    RelayLayout relays;
     uint32_t counts_signal;  // + parity of the generation * N + m: the row of node m's rank on
                              // this rank's rail
     uint32_t num_signals;    // ids 0 .. num_signals - 1 are used
@@ -97,6 +113,11 @@ inline WindowLayout make_window_layout(const DataPlaneConfig& config) {
     window.grads_read = take(local_ranks * kFlag);
     window.weights = ring(nodes > 1 ? config.staging_slots : 0);
     window.grads = ring(nodes * slots);
+    const bool relays = local_ranks >= kLeastRanksToRelay;
+    window.relays.ring =
+        take(relays ? int64_t{config.workers} * config.relay_slots() * config.chunk_bytes : 0);
+    window.relays.ready = take(local_ranks * config.workers * kFlag);
+    window.relays.read = take(local_ranks * config.workers * kFlag);
     window.counts_signal = window.num_signals;
     window.num_signals += static_cast<uint32_t>(nodes > 1 ? 2 * nodes : 0);
     return window;
@@ -109,8 +130,9 @@ enum class Waited : uint32_t {
     kCountsSignal,     // the row of a rank on this rail, over the network
     kCredit,           // the receiver to read an older chunk
     kData,             // a chunk, over the network
-    kArrived,          // rank `from` of this node to say that a chunk has landed
-    kDone,             // a rank of this node to read a landed chunk
+    kArrived,          // rank `from` of this node to say that a chunk can be read there: it has
+                       // landed, or (source node: this one) `from` relays it
+    kDone,             // a rank of this node to read such a chunk
     kGradsReady,       // the slot gradients of rank `from`
     kGradsRead,        // rank `from` to have read this rank's slot gradients
     kImpossibleSignal  // not a wait: a signal had a value that no sequence of uses gives
@@ -143,6 +165,7 @@ struct StateHeader {
     uint32_t unused[3];
     uint64_t generation[kNumKernels];  // launches that have ended
     uint64_t staged;                   // chunks of weights ever staged
+    uint64_t relayed;                  // numbers ever given to the chunks of each relay worker
 };
 
 // Counts of chunks ever moved on a stream and rail, and what the staging slots hold.

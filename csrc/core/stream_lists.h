@@ -12,6 +12,7 @@
 
 #include "core/data_plane.h"
 #include "core/hd.h"
+#include "core/relays.h"
 
 namespace topoep {
 
@@ -73,14 +74,20 @@ struct StreamLists {
     int32_t* in_entry;    //   leading entries
     int32_t* staged;      // [0] how many, then the experts of this node with copies in other
                           //   nodes, ascending: what this node's ranks send
-    int32_t* guests;      // [0] how many of this rank's slots have their expert from another node,
-                          //   then slot, home node, pair index of each, by (home node, index)
+    int32_t* guests;      // [0] how many of this rank's slots come in chunks, from another node or
+                          //   relayed in this one, then slot, home node, index of each (of the
+                          //   pair, or in `relays`), by (home node, index)
+    int32_t* relays;      // [0] how many experts this node relays, then the entry of the first copy
+                          //   in this node of each, ascending (core/relays.h)
+    RelayCandidate* relay_candidates;  // scratch
 };
 
 TOPOEP_HD int64_t stream_lists_size(const DataPlaneConfig& config) {
     const int64_t entries = config.num_spare();
     const int64_t nodes = config.num_nodes + 1;
-    return 5 * entries + 2 * nodes + 1 + config.num_experts + 1 + 3 * config.spare_slots;
+    // A candidate has two copies or more, and takes two words.
+    return 6 * entries + 2 * nodes + 1 + config.num_experts + 1 + 3 * config.spare_slots + 1 +
+           kMaxRelays;
 }
 
 TOPOEP_HD StreamLists view_stream_lists(int32_t* memory, const DataPlaneConfig& config) {
@@ -94,6 +101,8 @@ TOPOEP_HD StreamLists view_stream_lists(int32_t* memory, const DataPlaneConfig& 
     lists.in_entry = lists.in_begin + config.num_nodes + 1;
     lists.staged = lists.in_entry + config.num_spare();
     lists.guests = lists.staged + 1 + config.num_experts;
+    lists.relays = lists.guests + 1 + 3 * config.spare_slots;
+    lists.relay_candidates = reinterpret_cast<RelayCandidate*>(lists.relays + 1 + kMaxRelays);
     return lists;
 }
 

@@ -8,11 +8,13 @@
 //   puller   guests from this node: tiles, home window -> spare slot; waits for nothing
 //            guests from other nodes: for each (home node, rail, worker) a sequence of chunks;
 //            arrived -> landing slot of rank `rail` -> spare slot -> done
+//            guests that this node relays (relays.cuh): the same, from the ring of a relay;
+//            and for each relay worker the chunks that this rank relays
 //
 // No cycle of waits: a puller never waits for one stream while another could go on, so every chunk
-// that has been put is read and credited; senders of a rank take chunks in one order, and wait for
-// credits of chunks that were put before. A staging slot serves all receivers and is free again
-// when all of them have credited what was sent from it.
+// that has been put or relayed is read, and credited; senders of a rank take chunks in one order,
+// and wait for credits of chunks that were put before. A staging slot serves all receivers and is
+// free again when all of them have credited what was sent from it.
 //
 // Launch shape: 1 + senders + pullers blocks; all blocks of all ranks must be resident.
 #pragma once
@@ -26,6 +28,7 @@
 #include "cuda/landing.cuh"
 #include "cuda/network.cuh"
 #include "cuda/packed_copy.cuh"
+#include "cuda/relays.cuh"
 
 namespace topoep {
 
@@ -50,6 +53,17 @@ __device__ inline unsigned char* spare_address(const ReplicateArguments& argumen
                                                int64_t at) {
     const ExpertLayout& layout = arguments.layout;
     return arguments.spare[t] + slot * layout.row_units[t] + (at - layout.begin[t]);
+}
+
+// A range of an expert's row -> target. All threads of the block.
+__device__ inline void stage_weights(const ReplicateArguments& arguments, int expert,
+                                     int home_local, const PackedRange& range,
+                                     unsigned char* target) {
+    for_tensor_parts(
+        arguments.layout, range.begin, range.length, [&](int t, int64_t from, int64_t to) {
+            copy_block(target + (from - range.begin),
+                       home_address(arguments, expert, home_local, t, from), to - from);
+        });
 }
 
 // The staging slot is free when every receiver has credited the chunk last sent from it.
@@ -120,10 +134,7 @@ __device__ bool send_weights(const ReplicateArguments& arguments, const Network&
             const int64_t begin = cut.chunk_begin(config.local, c);
             const int64_t length = cut.chunk_length(config.local, c);
             const int64_t staging = ring.staging + slot * config.chunk_bytes;
-            for_tensor_parts(arguments.layout, begin, length, [&](int t, int64_t from, int64_t to) {
-                copy_block(own_window + staging + (from - begin),
-                           home_address(arguments, expert, home_local, t, from), to - from);
-            });
+            stage_weights(arguments, expert, home_local, {begin, length}, own_window + staging);
             __syncthreads();
             // The receivers are spread over the warps: one that is slow holds up few others.
             bool sent = true;
@@ -170,7 +181,8 @@ __device__ bool send_weights(const ReplicateArguments& arguments, const Network&
     return true;
 }
 
-// The guests whose expert has its home in this node, and how their rows are cut into tiles.
+// The guests that are pulled from their home rank in this node, and how their rows are cut into
+// tiles.
 struct LocalGuests {
     int slots[kMaxSpareSlots];
     int count;
@@ -178,13 +190,16 @@ struct LocalGuests {
 };
 
 __device__ inline void list_local_guests(const ReplicateArguments& arguments, LocalGuests* guests) {
-    const DataPlane& plane = arguments.plane;
-    const DataPlaneConfig& config = plane.config;
+    const DataPlaneConfig& config = arguments.plane.config;
+    const int32_t* listed = arguments.lists.guests;
+    unsigned in_chunks = 0;
+    for (int i = 0; i < listed[0]; ++i) {
+        in_chunks |= 1u << listed[1 + 3 * i];
+    }
     int count = 0;
     for (int slot = 0; slot < config.spare_slots; ++slot) {
         const int expert = arguments.copies.slot_expert[config.rank * config.spare_slots + slot];
-        if (expert >= 0 &&
-            place_of(plane.topology, home_rank(config, expert)).node == config.node) {
+        if (expert >= 0 && (in_chunks >> slot & 1) == 0) {
             guests->slots[count++] = slot;
         }
     }
@@ -210,7 +225,8 @@ __device__ inline void pull_tile(const ReplicateArguments& arguments, const Loca
                      });
 }
 
-// Guests of one home node: guests[first .. first + count) of the list of guests.
+// Guests of one home node: guests[first .. first + count) of the list of guests. This node's own
+// are those that it relays.
 struct GuestGroup {
     int node;
     int first;
@@ -230,86 +246,142 @@ __device__ inline int list_guest_groups(const int32_t* guests, GuestGroup* group
     return count;
 }
 
-// Chunks of the guests of one home node on one rail that one worker gathers, in order.
-struct GatherUnit {
-    const GuestGroup* group;
-    int rail;
-    int worker;
-    int chunks_per_guest;  // of this worker
+// How rows are cut: over the rails of the network, and over the relays of this node.
+struct WeightCuts {
+    ShardCut rails;
+    RelayCut relays;
 };
 
-__device__ inline GatherUnit gather_unit(const DataPlaneConfig& config, const ShardCut& cut,
+// Chunks of the guests of one home node that one worker gathers from one rank, in order.
+struct GatherUnit {
+    const GuestGroup* group;
+    int rail;  // local index of the rank
+    int worker;
+    int chunks_per_guest;  // of this worker
+
+    __device__ bool is_relayed(const DataPlaneConfig& config) const {
+        return group->node == config.node;
+    }
+};
+
+__device__ inline GatherUnit gather_unit(const DataPlaneConfig& config, const WeightCuts& cuts,
                                          const GuestGroup* groups, int unit) {
     const int worker = unit % config.workers;
     const int rail = unit / config.workers % config.ranks_per_node;
-    const int num_chunks = cut.num_chunks(rail);
-    return {groups + unit / (config.workers * config.ranks_per_node), rail, worker,
-            (num_chunks - worker + config.workers - 1) / config.workers};
+    const GuestGroup* group = groups + unit / (config.workers * config.ranks_per_node);
+    const int num_chunks = cuts.rails.num_chunks(rail);
+    return {group, rail, worker,
+            group->node == config.node
+                ? cuts.relays.chunks
+                : (num_chunks - worker + config.workers - 1) / config.workers};
 }
 
 // One chunk of a guest.
 struct GuestChunk {
     int slot;
-    int node;
-    int rail;
-    int index;
+    PackedRange range;
     uint64_t sequence;
 };
 
-__device__ inline GuestChunk guest_chunk(const ReplicateArguments& arguments, const ShardCut& cut,
-                                         const GatherUnit& unit, int progress) {
+__device__ inline GuestChunk guest_chunk(const ReplicateArguments& arguments,
+                                         const WeightCuts& cuts, const GatherUnit& unit,
+                                         int progress) {
     const DataPlaneConfig& config = arguments.plane.config;
+    const StateView state = view_state(arguments.plane.state, config);
     const int guest = unit.group->first + progress / unit.chunks_per_guest;
     const int32_t* fields = arguments.lists.guests + 1 + 3 * guest;
-    const int index = progress % unit.chunks_per_guest * config.workers + unit.worker;
-    const uint64_t base = view_state(arguments.plane.state, config)
-                              .weights_in[unit.group->node * config.ranks_per_node + unit.rail];
-    return {fields[0], unit.group->node, unit.rail, index,
-            base + uint64_t{1} * fields[2] * cut.num_chunks(unit.rail) + index};
+    const int j = progress % unit.chunks_per_guest;
+    if (unit.is_relayed(config)) {
+        const int expert =
+            arguments.copies.slot_expert[config.rank * config.spare_slots + fields[0]];
+        const int home = place_of(arguments.plane.topology, home_rank(config, expert)).local;
+        return {fields[0], relayed_range(config, cuts.relays, home, unit.rail, unit.worker, j),
+                state.header->relayed + uint64_t{1} * fields[2] * cuts.relays.chunks + j};
+    }
+    const int index = j * config.workers + unit.worker;
+    const uint64_t base = state.weights_in[unit.group->node * config.ranks_per_node + unit.rail];
+    return {fields[0],
+            {cuts.rails.chunk_begin(unit.rail, index), cuts.rails.chunk_length(unit.rail, index)},
+            base + uint64_t{1} * fields[2] * cuts.rails.num_chunks(unit.rail) + index};
 }
 
-// How the chunk of a gather unit is; see next_unit.
-__device__ inline UnitState check_chunk(const ReplicateArguments& arguments, const ShardCut& cut,
-                                        const GatherUnit& unit, int progress, Wanted* wanted) {
-    if (unit.chunks_per_guest <= 0 || progress == unit.chunks_per_guest * unit.group->count) {
-        return UnitState::kFinished;
-    }
+// How the work of a gather unit is, from chunk *progress on, which skips empty ones; see next_unit.
+__device__ inline UnitState check_chunk(const ReplicateArguments& arguments, const WeightCuts& cuts,
+                                        const GatherUnit& unit, int32_t* progress, Wanted* wanted) {
     const DataPlane& plane = arguments.plane;
     const DataPlaneConfig& config = plane.config;
-    const GuestChunk chunk = guest_chunk(arguments, cut, unit, progress);
-    const uint64_t arrived = load_relaxed(
-        arrived_flag(plane, plane.window.weights, config.local, chunk.node, chunk.rail));
-    if (arrived > chunk.sequence) {
-        return UnitState::kReady;
+    const int count = unit.chunks_per_guest * unit.group->count;
+    for (int i = *progress; i < count; ++i) {
+        const GuestChunk chunk = guest_chunk(arguments, cuts, unit, i);
+        if (chunk.range.length == 0) {
+            continue;
+        }
+        *progress = i;
+        const uint64_t ready = load_relaxed(
+            unit.is_relayed(config) ? relay_ready_flag(plane, config.local, unit.rail, unit.worker)
+                                    : arrived_flag(plane, plane.window.weights, config.local,
+                                                   unit.group->node, unit.rail));
+        if (ready > chunk.sequence) {
+            return UnitState::kReady;
+        }
+        *wanted = {Waited::kArrived, rank_of(plane.topology, config.node, unit.rail),
+                   static_cast<uint32_t>(unit.group->node), chunk.sequence + 1, ready};
+        return UnitState::kWaiting;
     }
-    *wanted = {Waited::kArrived, rank_of(plane.topology, config.node, chunk.rail),
-               static_cast<uint32_t>(chunk.node), chunk.sequence + 1, arrived};
-    return UnitState::kWaiting;
+    *progress = count;
+    return UnitState::kFinished;
 }
 
-__device__ inline void copy_chunk(const ReplicateArguments& arguments, const ShardCut& cut,
-                                  const GuestChunk& chunk) {
+// Ring slot -> spare slot, and the ring slot is given back.
+__device__ inline void gather_chunk(const ReplicateArguments& arguments, const GatherUnit& unit,
+                                    const GuestChunk& chunk) {
     const DataPlane& plane = arguments.plane;
     const DataPlaneConfig& config = plane.config;
+    const RingLayout& ring = plane.window.weights;
+    const bool is_relayed = unit.is_relayed(config);
     const int64_t ring_slot =
         static_cast<int64_t>(chunk.sequence % static_cast<uint64_t>(config.ring_slots));
-    const unsigned char* landing =
-        plane.windows[chunk.rail] + plane.window.weights.landing +
-        (int64_t{chunk.node} * config.ring_slots + ring_slot) * config.chunk_bytes;
-    const int64_t begin = cut.chunk_begin(chunk.rail, chunk.index);
-    for_tensor_parts(arguments.layout, begin, cut.chunk_length(chunk.rail, chunk.index),
+    const unsigned char* source =
+        is_relayed
+            ? relay_slot(plane, unit.rail, unit.worker, chunk.sequence)
+            : plane.windows[unit.rail] + ring.landing +
+                  (int64_t{unit.group->node} * config.ring_slots + ring_slot) * config.chunk_bytes;
+    for_tensor_parts(arguments.layout, chunk.range.begin, chunk.range.length,
                      [&](int t, int64_t from, int64_t to) {
                          copy_block(spare_address(arguments, chunk.slot, t, from),
-                                    landing + (from - begin), to - from);
+                                    source + (from - chunk.range.begin), to - from);
                      });
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence_system();  // all loads before the slot is given back
+        store_relaxed(is_relayed ? relay_read_flag(plane, unit.rail, config.local, unit.worker)
+                                 : done_flag(plane, ring, unit.rail, unit.group->node, config.local,
+                                             unit.worker),
+                      chunk.sequence + 1);
+    }
 }
 
-// progress: shared memory, a counter for each gather unit of this puller.
+// Home window -> ring slot of this rank, and the holders are told.
+__device__ inline void relay_chunk(const ReplicateArguments& arguments, const RelayCut& rows,
+                                   int worker, int step) {
+    const DataPlane& plane = arguments.plane;
+    const RelayedChunk chunk = relayed_chunk(arguments, rows, worker, step);
+    const uint64_t number =
+        view_state(plane.state, plane.config).header->relayed + static_cast<uint64_t>(step);
+    stage_weights(arguments, chunk.expert, chunk.home, chunk.range,
+                  relay_slot(plane, plane.config.local, worker, number));
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        announce_relayed(arguments, chunk, worker, number);
+    }
+}
+
+// progress: shared memory, a counter for each unit of this puller.
 __device__ inline bool pull_weights(const ReplicateArguments& arguments, Waiter& waiter, int puller,
                                     int num_pullers, int32_t* progress) {
     const DataPlane& plane = arguments.plane;
     const DataPlaneConfig& config = plane.config;
-    const ShardCut cut = weight_cut(arguments);
+    const WeightCuts cuts{weight_cut(arguments), relay_cut(arguments)};
     TOPOEP_SHARED(LocalGuests, local_guests, [1]);
     TOPOEP_SHARED(GuestGroup, groups, [kMaxSpareSlots]);
     TOPOEP_SHARED(int, num_groups, [1]);
@@ -320,7 +392,9 @@ __device__ inline bool pull_weights(const ReplicateArguments& arguments, Waiter&
     }
     __syncthreads();
     const int num_tiles = local_guests->count * local_guests->tiles_per_guest;
-    const int all_units = num_groups[0] * config.ranks_per_node * config.workers;
+    // Units that may have to wait: first the relay workers, then what is gathered.
+    const int relay_units = arguments.lists.relays[0] > 0 ? config.workers : 0;
+    const int all_units = relay_units + num_groups[0] * config.ranks_per_node * config.workers;
     const int num_units = puller < all_units ? (all_units - puller - 1) / num_pullers + 1 : 0;
     int tile = puller;
     if (num_units == 0) {  // nothing to wait for: no barrier between tiles
@@ -343,10 +417,14 @@ __device__ inline bool pull_weights(const ReplicateArguments& arguments, Waiter&
                     if (candidate == num_units) {
                         return tile < num_tiles ? UnitState::kReady : UnitState::kFinished;
                     }
-                    return check_chunk(
-                        arguments, cut,
-                        gather_unit(config, cut, groups, puller + candidate * num_pullers),
-                        progress[candidate], wanted);
+                    const int number = puller + candidate * num_pullers;
+                    if (number < relay_units) {
+                        return check_relay(arguments, cuts.relays, number, progress + candidate,
+                                           wanted);
+                    }
+                    return check_chunk(arguments, cuts,
+                                       gather_unit(config, cuts, groups, number - relay_units),
+                                       progress + candidate, wanted);
                 });
             if (warp_lane() == 0) {
                 chosen[0] = unit;
@@ -365,17 +443,15 @@ __device__ inline bool pull_weights(const ReplicateArguments& arguments, Waiter&
             __syncthreads();  // all have read `chosen`
             continue;
         }
-        const GuestChunk chunk = guest_chunk(
-            arguments, cut, gather_unit(config, cut, groups, puller + unit * num_pullers),
-            progress[unit]);
-        copy_chunk(arguments, cut, chunk);
-        __syncthreads();
-        if (threadIdx.x == 0) {
+        const int number = puller + unit * num_pullers;
+        if (number < relay_units) {
+            relay_chunk(arguments, cuts.relays, number, progress[unit]);
+        } else {
+            const GatherUnit gather = gather_unit(config, cuts, groups, number - relay_units);
+            gather_chunk(arguments, gather, guest_chunk(arguments, cuts, gather, progress[unit]));
+        }
+        if (threadIdx.x == 0) {  // behind a barrier: all have read it
             ++progress[unit];
-            __threadfence_system();  // all loads before the slot is given back
-            store_relaxed(done_flag(plane, plane.window.weights, chunk.rail, chunk.node,
-                                    config.local, chunk.index % config.workers),
-                          chunk.sequence + 1);
         }
         __syncwarp();
     }
@@ -399,6 +475,7 @@ __device__ inline void advance_weights(const ReplicateArguments& arguments, int 
     }
     if (thread == 0) {
         state.header->staged += uint64_t{1} * lists.staged[0] * cut.num_chunks(config.local);
+        state.header->relayed += uint64_t{1} * lists.relays[0] * relay_cut(arguments).chunks;
     }
 }
 
@@ -441,7 +518,8 @@ __global__ void __launch_bounds__(kTransferThreads, 1)
 
 // The agent's cursors or a puller's counters.
 inline size_t replicate_shared_bytes(const DataPlaneConfig& config, const BlockRoles& roles) {
-    const int64_t units = int64_t{config.spare_slots} * config.ranks_per_node * config.workers;
+    const int64_t units =
+        (int64_t{config.spare_slots} * config.ranks_per_node + 1) * config.workers;
     const int64_t of_puller = (units / roles.pullers + 1) * int64_t{sizeof(int32_t)};
     const int64_t of_agent = landing_agent_shared_bytes(config);
     return static_cast<size_t>(of_puller > of_agent ? of_puller : of_agent);

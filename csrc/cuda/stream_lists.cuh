@@ -4,7 +4,8 @@
 //   1   every entry of the list of copies: is it the first of its expert in its node, and does that
 //       pair leave or enter this node? Kept in order (a prefix sum over the block).
 //   2   a warp each for the two directions: number the pairs of every stream, 32 at a time
-//   3   sort them by stream, which the numbers make a plain scatter; this rank's own slots
+//   3   sort them by stream, which the numbers make a plain scatter
+//   4   what this node relays (relay_lists.cuh); this rank's own slots
 //
 // Launch shape: one block. The order of entries decides everything, so all ranks number alike.
 #pragma once
@@ -14,6 +15,7 @@
 #include "core/limits.h"
 #include "core/stream_lists.h"
 #include "cuda/compat.cuh"
+#include "cuda/relay_lists.cuh"
 #include "cuda/team.cuh"
 
 namespace topoep {
@@ -63,7 +65,7 @@ __device__ inline void number_pairs(const DataPlaneConfig& config, const Topolog
     }
 }
 
-// This rank's slots whose expert comes from another node, by (home node, index): `guests`.
+// This rank's slots whose expert comes in chunks, by (home node, index): `guests`.
 __device__ inline void list_guests(const DataPlaneConfig& config, const TopologyView& topology,
                                    const PlanCopies& copies, const StreamLists& lists) {
     TOPOEP_SHARED(int32_t, home_node, [kMaxSpareSlots]);
@@ -81,6 +83,9 @@ __device__ inline void list_guests(const DataPlaneConfig& config, const Topology
                 ++entry;
             }
             pair[slot] = lists.pair_index[entry];
+        } else if (expert >= 0) {
+            pair[slot] = relay_index(copies, lists.relays, expert);
+            own_node = pair[slot] >= 0 ? home : -1;
         }
         home_node[slot] = own_node;
     }
@@ -183,6 +188,8 @@ __global__ void __launch_bounds__(kStreamListThreads, 1)
         const int home = pair_ends(config, topology, copies, entry).node;
         lists.in_entry[lists.in_begin[home] + lists.pair_index[entry]] = entry;
     }
+    __syncthreads();
+    list_relays(config, topology, copies, lists, out_streams, in_streams);
     list_guests(config, topology, copies, lists);
 }
 

@@ -27,7 +27,7 @@ SETTINGS = (
     "num_nodes ranks_per_node spare_slots experts_per_rank num_tensors workers senders pullers "
     "ring_slots staging_slots chunk_bytes tile_bytes slot_type home_type microbatches threads "
     "exchange optimizer dropped_signal doubled_signal doubled_late slow_rank delay seed timeout "
-    "alternate"
+    "alternate backward"
 ).split()
 MEMORY = (
     "table row_bytes elements slot_expert copy_offsets copy_slots rows counts lists windows "
@@ -77,6 +77,7 @@ class Cluster:
     delay: int = 60
     timeout: int = LONG
     alternate: bool = False  # every second microbatch has only the first tensors
+    backward: bool = True  # False: weights go to the copies, and that is all; no optimizer
 
     def num_tensors(self, microbatch: int) -> int:
         """How many tensors (row_bytes, elements) a microbatch has."""
@@ -321,6 +322,8 @@ def _compare(
                     got = per_tensor["seen_spare"][t][m, rank, slot]
                     if wanted.any():
                         check(f"tensor {t} in slot {slot} of rank {rank}, {m}", got, wanted)
+        if not cluster.backward:
+            continue
         for t in range(len(home_grads)):
             if t < cluster.num_tensors(m):
                 home_grads[t] = expected_home_grads(
@@ -345,7 +348,8 @@ def expected_sent_bytes(cluster: Cluster, plans: Sequence[PlanTables]) -> int:
     for m, plan in enumerate(plans):
         tensors = cluster.num_tensors(m)
         weights = _padded(cluster.row_bytes[:tensors], 16)
-        total += len(plan.pairs()) * (weights + 4 * _padded(cluster.elements[:tensors], 8))
+        grads = 4 * _padded(cluster.elements[:tensors], 8) if cluster.backward else 0
+        total += len(plan.pairs()) * (weights + grads)
     if cluster.exchange:
         ranks, nodes = cluster.topology.num_ranks, cluster.topology.num_nodes
         row = _padded([4 * ranks * cluster.experts_per_rank], 16)

@@ -22,7 +22,7 @@ struct Settings {
     Int num_nodes, ranks_per_node, spare_slots, experts_per_rank, num_tensors, workers, senders,
         pullers, ring_slots, staging_slots, chunk_bytes, tile_bytes, slot_type, home_type,
         microbatches, threads, exchange, optimizer, dropped_signal, doubled_signal, doubled_late,
-        slow_rank, delay, seed, timeout, alternate;
+        slow_rank, delay, seed, timeout, alternate, backward;
 };
 struct Memory {
     const int32_t* table;
@@ -332,7 +332,8 @@ void run_rank(const World& world, int rank, int block, uint32_t* shared) {
                      memory.spare[t] + rank * rows, rows, block, num_blocks);
             const Int elements = memory.elements[t];
             for (int slot = 0; slot < config.spare_slots; ++slot) {
-                if (t >= num_tensors || copies.slot_expert[rank * config.spare_slots + slot] < 0) {
+                if (t >= num_tensors || settings.backward == 0 ||
+                    copies.slot_expert[rank * config.spare_slots + slot] < 0) {
                     continue;
                 }
                 const Int at = (Int{rank} * config.spare_slots + slot) * elements * slot_bytes;
@@ -344,6 +345,9 @@ void run_rank(const World& world, int rank, int block, uint32_t* shared) {
             }
         }
         end_kernel();
+        if (settings.backward == 0) {
+            continue;
+        }
         ReduceArguments reduce = world.reduce[rank];
         reduce.copies = copies;
         reduce.layout.num_tensors = num_tensors;

@@ -80,19 +80,30 @@ def plan_tables(topology: Topology, num_experts: int, slot_expert: np.ndarray) -
     return PlanTables(topology, num_experts, slot_expert, offsets, slots)
 
 
-KINDS = ("random", "hot", "full", "sparse", "empty")
+KINDS = ("random", "hot", "full", "sparse", "empty", "relayed")
 
 
 def random_plan(
     rng: np.random.Generator, topology: Topology, experts_per_rank: int, spare: int, kind: str
 ) -> PlanTables:
-    """A plan of one of KINDS; no rank holds an expert twice, or a copy of its own."""
+    """A plan of one of KINDS; no rank holds an expert twice, or a copy of its own.
+
+    ``"relayed"``: most ranks of every node hold a copy of one of their node's experts.
+    """
     ranks = topology.num_ranks
     experts = ranks * experts_per_rank
     slot_expert = np.full((ranks, spare), -1, np.int32)
     hot = int(rng.integers(experts))
+    hot_in_node = [
+        experts_per_rank * int(rng.choice(topology.ranks_of_node(node)))
+        for node in range(topology.num_nodes)
+    ]
     for rank in range(ranks):
         others = [e for e in rng.permutation(experts) if e // experts_per_rank != rank]
+        own_hot = hot_in_node[topology.node_of_rank[rank]]
+        if kind == "relayed" and own_hot in others and rng.random() < 0.8:
+            others.remove(own_hot)
+            others.insert(0, own_hot)
         if kind == "hot" and hot in others:
             others = [hot]
         count = {
@@ -101,6 +112,7 @@ def random_plan(
             "full": spare,
             "sparse": int(rng.random() < 0.3),
             "empty": 0,
+            "relayed": 1 + int(rng.integers(spare)),
         }[kind]
         count = min(count, len(others))
         slot_expert[rank, rng.permutation(spare)[:count]] = others[:count]

@@ -33,10 +33,10 @@ const char* run_stream_lists(Int ranks, Int nodes, Int experts, Int spare, Int r
     config.node = place.node;
     config.local = place.local;
     const StreamLists view = view_stream_lists(lists, config);
-    const int32_t* fields[] = {view.pair_index, view.out_order, view.in_order,
-                               view.out_begin,  view.out_entry, view.in_begin,
-                               view.in_entry,   view.staged,    view.guests};
-    for (int i = 0; i < 9; ++i) {
+    const int32_t* fields[] = {view.pair_index, view.out_order, view.in_order, view.out_begin,
+                               view.out_entry,  view.in_begin,  view.in_entry, view.staged,
+                               view.guests,     view.relays};
+    for (int i = 0; i < 10; ++i) {
         starts[i] = fields[i] - lists;
     }
     return launch_stream_lists(config, topology, {slot_expert, copy_offsets, copy_slots}, lists,

@@ -17,12 +17,20 @@ from tests.emulation.harness import Emulator, LaunchError
 from tests.kernels import cluster as simulated
 from tests.kernels.cluster import SHORT, Cluster, expected_sent_bytes, run
 from tests.kernels.plans import KINDS, TOPOLOGIES, plan_tables, random_plan
+from tests.kernels.relays import relays_by_definition
 from topoep import Topology
 
 SMALL = {
     "2x2": Topology(num_nodes=2, ranks_per_node=2),
     "3x1": Topology(num_nodes=3, ranks_per_node=1),
     "2x2-strided": Topology(node_of_rank=[0, 1, 0, 1]),
+}
+# Nodes that are large enough to relay.
+RELAYING = {
+    "1x3": Topology(num_nodes=1, ranks_per_node=3),
+    "1x5": Topology(num_nodes=1, ranks_per_node=5),
+    "2x3": Topology(num_nodes=2, ranks_per_node=3),
+    "2x4-strided": TOPOLOGIES["2x4-strided"],
 }
 ORDERS = ("random", "warp_random")
 
@@ -89,6 +97,59 @@ def test_random_schedules(part):
         check(cluster, plans, seed, **schedule)
 
 
+def num_relayed(plans) -> int:
+    return sum(
+        len(relays_by_definition(plan, node))
+        for plan in plans
+        for node in range(plan.topology.num_nodes)
+    )
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_schedules_with_relays(part):
+    relaying = 0
+    for seed in range(part, 40, 4):
+        cluster, plans, schedule = random_case(seed, RELAYING)
+        rng = np.random.default_rng(seed)
+        sizes = cluster.topology, cluster.experts_per_rank, cluster.spare_slots
+        plans[0] = random_plan(rng, *sizes, "relayed")
+        plans[-1] = random_plan(rng, *sizes, "relayed")
+        relaying += num_relayed(plans) > 0
+        check(cluster, plans, seed, **schedule)
+    assert relaying >= 5
+
+
+def hot_at_home_plan(topology: Topology):
+    """Expert 1, of rank 0, on every other rank of its node, and expert 0 on the other nodes."""
+    slot_expert = np.full((topology.num_ranks, 2), -1, np.int32)
+    for rank in range(1, topology.num_ranks):
+        slot_expert[rank, rank % 2] = 1 if topology.node_of_rank[rank] == 0 else 0
+    return plan_tables(topology, 2 * topology.num_ranks, slot_expert)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("name", ["1x8", "2x4"])
+def test_relay_rings_wrap(name, workers):
+    """Many chunks through short rings, with fewer and with more pullers than work."""
+    cluster = Cluster(TOPOLOGIES[name], workers=workers, pullers=1 if workers == 2 else 4,
+                      ring_slots=3, row_bytes=(8000, 52), elements=(8,), exchange=False,
+                      optimizer=False)  # fmt: skip
+    plans = [hot_at_home_plan(cluster.topology)] * 2
+    assert num_relayed(plans) == 2
+    check(cluster, plans, seed=workers, order="warp_random")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_forward_only(seed):
+    """Copies of one layer after the other, nothing in between that ranks would wait in."""
+    fixed = {"backward": False, "optimizer": False, "exchange": False}
+    cluster, plans, schedule = random_case(seed, RELAYING, **fixed)
+    rng = np.random.default_rng(seed)
+    sizes = cluster.topology, cluster.experts_per_rank, cluster.spare_slots
+    plans = [random_plan(rng, *sizes, "relayed") for _ in range(5)]
+    check(cluster, plans, seed, **schedule)
+
+
 def test_one_node_needs_no_senders():
     cluster = Cluster(TOPOLOGIES["1x8"], senders=0, pullers=3)
     rng = np.random.default_rng(1)
@@ -136,7 +197,7 @@ def test_over_peer_memory():
     """The network of simulated ranks in one GPU: puts are plain stores."""
     unit = Emulator([simulated.UNIT], flags=["-DTOPOEP_TEST_PEER_MEMORY"])
     for seed in range(10):
-        cluster, plans, schedule = random_case(seed, SMALL)
+        cluster, plans, schedule = random_case(seed, SMALL if seed < 6 else RELAYING)
         outcome = run(cluster, plans, seed, unit=unit, **schedule)
         assert (outcome.reports, outcome.failures, outcome.wrong) == ([], [], [])
 
@@ -145,7 +206,7 @@ def test_over_peer_memory():
 @pytest.mark.parametrize("part", range(20))
 def test_many_random_schedules(part):
     for seed in range(1000 + part, 2200, 20):
-        cluster, plans, schedule = random_case(seed, SMALL | TOPOLOGIES)
+        cluster, plans, schedule = random_case(seed, SMALL | TOPOLOGIES | RELAYING)
         check(cluster, plans, seed, **schedule)
 
 
@@ -234,3 +295,32 @@ def test_a_dead_rank_ends_in_an_error_on_the_others():
     assert {f.rank for f in outcome.failures} == {0, 2, 3}
     assert 1 in {f.source for f in outcome.failures}
     assert outcome.wrong == []
+
+
+def relaying_case(**faults):
+    """Two nodes whose every replicate goes over relays, and one without a network."""
+    for topology in (TOPOLOGIES["2x4"], Topology(num_nodes=1, ranks_per_node=4)):
+        cluster = Cluster(topology, **FAULTY | faults)
+        plans = [hot_at_home_plan(topology)] * 2
+        assert num_relayed(plans) == 2
+        yield cluster, plans
+
+
+@pytest.mark.parametrize("slow", [-1, 0, 2])
+def test_relays_bear_a_slow_rank(slow):
+    for cluster, plans in relaying_case(slow_rank=slow):
+        check(cluster, plans, seed=1)
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_a_dead_relay_ends_in_an_error_on_its_node(dead):
+    """Rank 0 is the home, which relays nothing; the others relay and hold."""
+    for cluster, plans in relaying_case(dead_rank=dead):
+        outcome = run(cluster, plans, seed=1)
+        node = set(range(4)) - {dead}
+        assert {f.rank for f in outcome.failures} >= node
+        if dead != 0:
+            by_relays = [f for f in outcome.failures if f.rank in node - {0}]
+            assert {f.waited for f in by_relays} <= {"arrived", "done", "data", "credit"}
+            assert dead in {f.source for f in by_relays}
+        assert outcome.wrong == []

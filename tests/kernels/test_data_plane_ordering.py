@@ -22,7 +22,7 @@ from tests.kernels.plans import random_plan
 from topoep import Topology
 
 FILES = (
-    "bounded_wait.cuh", "exchange_counts.cuh", "landing.cuh", "replicate.cuh",
+    "bounded_wait.cuh", "exchange_counts.cuh", "landing.cuh", "relays.cuh", "replicate.cuh",
     "reduce_grads_across.cuh",
 )  # fmt: skip
 CALL = re.compile(r"__(?:threadfence(?:_system)?|syncthreads(?:_and|_or)?|syncwarp)\(")
@@ -117,7 +117,10 @@ def without(site: Site | None) -> Emulator:
 
 
 def cases():
-    """(cluster, plans, seed, schedule): one node, two nodes, three; with and without exchange."""
+    """(cluster, plans, seed, schedule): one node, two nodes, three; with and without exchange.
+
+    The last ones relay.
+    """
     two = Topology(num_nodes=2, ranks_per_node=2)
     small = {"ring_slots": 2, "timeout": 4 * SHORT}
     clusters = [
@@ -126,10 +129,14 @@ def cases():
         (Cluster(Topology(num_nodes=3, ranks_per_node=1), threads=64, **small), 0),
         (Cluster(Topology(num_nodes=1, ranks_per_node=4), threads=64, **small), 0),
         (Cluster(two, delay=1500, threads=64, workers=20, pullers=1, **small), 40),
-    ]
+        (Cluster(Topology(num_nodes=1, ranks_per_node=4), threads=64, workers=1, **small), 0),
+        (Cluster(Topology(num_nodes=2, ranks_per_node=3), exchange=False, optimizer=False,
+                 pullers=1, threads=64, **small), 3),
+    ]  # fmt: skip
     for seed, (cluster, preempt) in enumerate(clusters, 1):
         rng = np.random.default_rng(seed)
-        plans = [random_plan(rng, cluster.topology, 2, 2, "full") for _ in range(3)]
+        kind = "full" if seed <= len(clusters) - 2 else "relayed"
+        plans = [random_plan(rng, cluster.topology, 2, 2, kind) for _ in range(3)]
         yield cluster, plans, seed, {"preempt": preempt}
 
 

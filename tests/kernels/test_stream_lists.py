@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 import topoep
 from tests.emulation.harness import SCHEDULES, Emulator
 from tests.kernels.plans import KINDS, TOPOLOGIES, PlanTables, plan_tables, random_plan
+from tests.kernels.relays import relays_by_definition
 
 FIELDS = (
     "pair_index", "out_order", "in_order", "out_begin", "out_entry", "in_begin", "in_entry",
-    "staged", "guests",
+    "staged", "guests", "relays",
 )  # fmt: skip
 
 
@@ -62,6 +63,7 @@ def lists_by_kernel(plan: PlanTables, rank: int, schedule=SCHEDULES[0]) -> dict[
         "in_entry": raw["in_entry"][:num_in],
         "staged": raw["staged"][1 : 1 + raw["staged"][0]],
         "guests": raw["guests"][1 : 1 + 3 * raw["guests"][0]],
+        "relays": raw["relays"][1 : 1 + raw["relays"][0]],
     }
 
 
@@ -77,6 +79,8 @@ def lists_by_definition(plan: PlanTables, rank: int) -> dict[str, list[int]]:
         for n in nodes
     }
 
+    relayed = relays_by_definition(plan, node)
+
     def leading_entry(expert: int, to: int) -> int:
         order = [r for n in nodes for r in plan.topology.ranks_of_node(n)]
         holders = [r for r in order if plan.slot(r, expert) is not None]
@@ -90,10 +94,11 @@ def lists_by_definition(plan: PlanTables, rank: int) -> dict[str, list[int]]:
     out = [[leading_entry(e, n) for e in stream[node, n]] for n in nodes]
     into = [[leading_entry(e, node) for e in stream[m, node]] for m in nodes]
     guests = sorted(
-        (home_node[e], stream[home_node[e], node].index(e), slot)
+        (home_node[e], (stream[home_node[e], node] if home_node[e] != node else relayed).index(e),
+         slot)
         for slot, e in enumerate(plan.slot_expert[rank].tolist())
-        if e >= 0 and home_node[e] != node
-    )
+        if e >= 0 and (home_node[e] != node or e in relayed)
+    )  # fmt: skip
     return {
         "pair_index": pair_index,
         "out_order": sorted(chain(*out)),
@@ -104,6 +109,7 @@ def lists_by_definition(plan: PlanTables, rank: int) -> dict[str, list[int]]:
         "in_entry": list(chain(*into)),
         "staged": sorted({e for n in nodes for e in stream[node, n]}),
         "guests": [value for m, index, slot in guests for value in (slot, m, index)],
+        "relays": [leading_entry(e, node) for e in relayed],
     }
 
 
