@@ -79,15 +79,16 @@ struct StreamLists {
                           //   pair, or in `relays`), by (home node, index)
     int32_t* relays;      // [0] how many experts this node relays, then the entry of the first copy
                           //   in this node of each, ascending (core/relays.h)
-    RelayCandidate* relay_candidates;  // scratch
+    int32_t* relay_links;              // [2, R] scratch of the choice: NodeLinks
+    RelayCandidate* relay_candidates;  // likewise
 };
 
 TOPOEP_HD int64_t stream_lists_size(const DataPlaneConfig& config) {
     const int64_t entries = config.num_spare();
     const int64_t nodes = config.num_nodes + 1;
-    // A candidate has two copies or more, and takes two words.
+    // A relay candidate has two copies or more, and takes two words.
     return 6 * entries + 2 * nodes + 1 + config.num_experts + 1 + 3 * config.spare_slots + 1 +
-           kMaxRelays;
+           kMaxRelays + 2 * config.num_ranks;
 }
 
 TOPOEP_HD StreamLists view_stream_lists(int32_t* memory, const DataPlaneConfig& config) {
@@ -102,7 +103,9 @@ TOPOEP_HD StreamLists view_stream_lists(int32_t* memory, const DataPlaneConfig& 
     lists.staged = lists.in_entry + config.num_spare();
     lists.guests = lists.staged + 1 + config.num_experts;
     lists.relays = lists.guests + 1 + 3 * config.spare_slots;
-    lists.relay_candidates = reinterpret_cast<RelayCandidate*>(lists.relays + 1 + kMaxRelays);
+    lists.relay_links = lists.relays + 1 + kMaxRelays;
+    lists.relay_candidates =
+        reinterpret_cast<RelayCandidate*>(lists.relay_links + 2 * config.num_ranks);
     return lists;
 }
 

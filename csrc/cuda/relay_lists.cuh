@@ -111,11 +111,11 @@ __device__ inline int copies_in_node(const DataPlaneConfig& config, const Topolo
     return count;
 }
 
-// All threads of the block. out, in: shared memory, an entry for each rank of the node.
+// All threads of the block. Needs a barrier before the call.
 __device__ inline void list_relays(const DataPlaneConfig& config, const TopologyView& topology,
-                                   const PlanCopies& copies, const StreamLists& lists, int32_t* out,
-                                   int32_t* in) {
-    const NodeLinks links{topology.node_size(config.node), out, in};
+                                   const PlanCopies& copies, const StreamLists& lists) {
+    const NodeLinks links{topology.node_size(config.node), lists.relay_links,
+                          lists.relay_links + config.num_ranks};
     const int num_candidates = survey_node(config, topology, copies, lists, links);
     const int num_warps = static_cast<int>(blockDim.x) / kWarpSize;
     for (int i = warp_index(); i < num_candidates; i += num_warps) {

@@ -22,6 +22,7 @@
 #include "cuda/bounded_wait.cuh"
 #include "cuda/compat.cuh"
 #include "cuda/landing.cuh"
+#include "cuda/weight_rows.cuh"
 
 namespace topoep {
 
@@ -38,12 +39,6 @@ __device__ inline RelayCut relay_cut(const ReplicateArguments& arguments) {
         cut_into_shards(arguments.layout.total(), relays, config.chunk_bytes, kByteAlignment);
     return {cut, (cut.num_chunks(0) + config.workers - 1) / config.workers};
 }
-
-// A range of a packed row.
-struct PackedRange {
-    int64_t begin;
-    int64_t length;
-};
 
 // Chunk j of a worker of the relay (a local rank).
 __device__ inline PackedRange relayed_range(const DataPlaneConfig& config, const RelayCut& rows,

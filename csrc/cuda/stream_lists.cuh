@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kStreamListThreads, 1)
         lists.in_entry[lists.in_begin[home] + lists.pair_index[entry]] = entry;
     }
     __syncthreads();
-    list_relays(config, topology, copies, lists, out_streams, in_streams);
+    list_relays(config, topology, copies, lists);
     list_guests(config, topology, copies, lists);
 }
 

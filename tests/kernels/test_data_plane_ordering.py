@@ -22,8 +22,8 @@ from tests.kernels.plans import random_plan
 from topoep import Topology
 
 FILES = (
-    "bounded_wait.cuh", "exchange_counts.cuh", "landing.cuh", "relays.cuh", "replicate.cuh",
-    "reduce_grads_across.cuh",
+    "bounded_wait.cuh", "exchange_counts.cuh", "landing.cuh", "relays.cuh",
+    "pull_weights.cuh", "replicate.cuh", "reduce_grads_across.cuh",
 )  # fmt: skip
 CALL = re.compile(r"__(?:threadfence(?:_system)?|syncthreads(?:_and|_or)?|syncwarp)\(")
 FUNCTION = re.compile(r"__device__[^;]*?(\w+)\(")
