@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from common import lognormal_counts, skewed_ids, time_us
@@ -230,6 +231,18 @@ def time_transfers(add: Add, ranks_per_node: int, nodes: int) -> None:
     wrong = sum(count_wrong(a, b) for a, b in zip(spare, expected, strict=True))
     took = event_us(lambda: cluster.replicate(plan, lists, tables, spare))
     _add_transfer(add, f"replicate, {shape}", took, plain, moved, wrong, cluster.errors())
+
+    # Ranks in one GPU have no links to relieve: this is what relays cost.
+    direct = SimulatedCluster(config, replace(cluster.settings, max_relays=0))
+    direct_lists, direct_tables = direct.lists(plan), direct.tables(weights)
+    for tensor in (t for rank in spare for t in rank):
+        tensor.zero_()
+    torch.cuda.synchronize()
+    took = event_us(lambda: direct.replicate(plan, direct_lists, direct_tables, spare))
+    wrong = sum(count_wrong(a, b) for a, b in zip(spare, expected, strict=True))
+    what = f"replicate without relays, {shape}"
+    _add_transfer(add, what, took, plain, moved, wrong, direct.errors())
+    direct.close()
 
     slots, sums = make(SPARE, True), [tuple(t.float() for t in rank) for rank in make(home, True)]
     wanted = [tuple(t.clone() for t in rank) for rank in sums]

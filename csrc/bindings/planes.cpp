@@ -7,7 +7,7 @@
 namespace topoep::bindings {
 namespace {
 
-constexpr size_t kConfigNumbers = 13;
+constexpr size_t kConfigNumbers = 14;
 constexpr int kMaxTransferThreads = 512;  // the launch bound of the kernels (cuda/replicate.cuh)
 
 struct Registry {
@@ -42,6 +42,7 @@ DataPlaneConfig checked_plane_config(const std::vector<int64_t>& numbers) {
     config.ring_slots = number(10);
     config.staging_slots = number(11);
     config.workers = number(12);
+    config.max_relays = number(13);
     TOPOEP_CHECK(config.num_nodes >= 1 && config.ranks_per_node >= 1 &&
                      config.num_ranks == config.num_nodes * config.ranks_per_node &&
                      config.num_ranks <= kMaxRanks,
@@ -64,6 +65,8 @@ DataPlaneConfig checked_plane_config(const std::vector<int64_t>& numbers) {
     TOPOEP_CHECK(config.ring_slots >= 1 && config.staging_slots >= 1 && config.workers >= 1,
                  "rings of ", config.ring_slots, " slots, ", config.staging_slots,
                  " staging slots and ", config.workers, " workers; expected at least 1 of each");
+    TOPOEP_CHECK(config.max_relays >= 0 && config.max_relays <= kMaxRelays, config.max_relays,
+                 " relayed experts of a node; expected 0 to ", kMaxRelays, " (kMaxRelays)");
     return config;
 }
 

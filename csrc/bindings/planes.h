@@ -47,7 +47,8 @@ private:
     Network network_;
 };
 
-// [R, N, G, E, S, rank, node, local, chunk bytes, tile bytes, ring slots, staging slots, workers].
+// [R, N, G, E, S, rank, node, local, chunk bytes, tile bytes, ring slots, staging slots, workers,
+// max relays].
 DataPlaneConfig checked_plane_config(const std::vector<int64_t>& numbers);
 
 // What planes of every network are made from.

@@ -17,6 +17,8 @@ namespace topoep {
 
 // With two ranks in a node an expert has at most one copy in its home node: nothing to relay.
 constexpr int kLeastRanksToRelay = 3;
+// Relayed experts of a node (core/relays.h): each takes a warp about a microsecond to choose.
+constexpr int kMaxRelays = 32;
 
 // Fixed for the life of a transport and equal on all ranks, but for the place of the rank.
 struct DataPlaneConfig {
@@ -33,6 +35,7 @@ struct DataPlaneConfig {
     int ring_slots = 8;                // chunks in flight per stream and rail
     int staging_slots = 8;             // chunks a sender holds until all receivers have read them
     int workers = 2;                   // blocks that may gather one stream's chunks of one rail
+    int max_relays = kMaxRelays;       // experts that a node may relay; 0: none
 
     TOPOEP_HD int experts_per_rank() const { return num_experts / num_ranks; }
     TOPOEP_HD int slots_per_rank() const { return experts_per_rank() + spare_slots; }

@@ -21,9 +21,6 @@
 
 namespace topoep {
 
-// Relayed experts of a node: each takes a warp about a microsecond to choose.
-constexpr int kMaxRelays = 32;
-
 // What the ranks of a node read from each other, in shards. A copy has one for each other rank.
 struct NodeLinks {
     int num_ranks;
@@ -98,11 +95,12 @@ TOPOEP_TEAM void relay_expert(const Team& team, const NodeLinks& links,
     team.sync();
 }
 
-// links: without relays; used up. candidates: in any order; used up. chosen: entries of the
-// experts to relay, in the order of choice. Returns how many. Needs team.sync() before the call.
+// links: without relays; used up. candidates: in any order; used up. chosen: [max_chosen] entries
+// of the experts to relay, in the order of choice. Returns how many. Needs team.sync() before.
 template <class Team, class Holder>
 TOPOEP_TEAM int choose_relays(const Team& team, const NodeLinks& links, RelayCandidate* candidates,
-                              int num_candidates, int32_t* chosen, Holder&& holder) {
+                              int num_candidates, int32_t* chosen, int max_chosen,
+                              Holder&& holder) {
     int best = 0;
     int32_t bound = 0;  // the time must get below it
     for (int count = 0;; ++count) {
@@ -115,7 +113,7 @@ TOPOEP_TEAM int choose_relays(const Team& team, const NodeLinks& links, RelayCan
             best = count;
             bound = time;
         }
-        const int next = in.value >= out.value || count == kMaxRelays
+        const int next = in.value >= out.value || count == max_chosen
                              ? -1
                              : most_copied(team, candidates, num_candidates, out.index);
         if (next < 0) {

@@ -111,11 +111,18 @@ __device__ inline int copies_in_node(const DataPlaneConfig& config, const Topolo
     return count;
 }
 
-// All threads of the block. Needs a barrier before the call.
+// All threads of the block, all with the same arguments. Needs a barrier before the call.
 __device__ inline void list_relays(const DataPlaneConfig& config, const TopologyView& topology,
                                    const PlanCopies& copies, const StreamLists& lists) {
     const NodeLinks links{topology.node_size(config.node), lists.relay_links,
                           lists.relay_links + config.num_ranks};
+    if (links.num_ranks < kLeastRanksToRelay || config.max_relays == 0) {
+        if (threadIdx.x == 0) {
+            lists.relays[0] = 0;
+        }
+        __syncthreads();
+        return;
+    }
     const int num_candidates = survey_node(config, topology, copies, lists, links);
     const int num_warps = static_cast<int>(blockDim.x) / kWarpSize;
     for (int i = warp_index(); i < num_candidates; i += num_warps) {
@@ -129,7 +136,7 @@ __device__ inline void list_relays(const DataPlaneConfig& config, const Topology
     if (warp_index() == 0) {
         TOPOEP_SHARED(int32_t, chosen, [kMaxRelays]);
         const int count = choose_relays(
-            WarpTeam{}, links, lists.relay_candidates, num_candidates, chosen,
+            WarpTeam{}, links, lists.relay_candidates, num_candidates, chosen, config.max_relays,
             [&](int entry) { return load_copy(config, topology, copies, entry).local; });
         if (warp_lane() < count) {
             int before = 0;

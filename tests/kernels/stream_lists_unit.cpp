@@ -17,7 +17,7 @@ Int lists_size(Int ranks, Int nodes, Int experts, Int spare) {
 }
 
 // starts[i]: where the i-th field of StreamLists begins.
-const char* run_stream_lists(Int ranks, Int nodes, Int experts, Int spare, Int rank,
+const char* run_stream_lists(Int ranks, Int nodes, Int experts, Int spare, Int rank, Int max_relays,
                              const int32_t* table, const int32_t* slot_expert,
                              const int32_t* copy_offsets, const int32_t* copy_slots, int32_t* lists,
                              int64_t* starts) {
@@ -28,6 +28,7 @@ const char* run_stream_lists(Int ranks, Int nodes, Int experts, Int spare, Int r
     config.num_experts = static_cast<int>(experts);
     config.spare_slots = static_cast<int>(spare);
     config.rank = static_cast<int>(rank);
+    config.max_relays = static_cast<int>(max_relays);
     const TopologyView topology = view_topology_table(table, config.num_ranks);
     const Place place = place_of(topology, config.rank);
     config.node = place.node;

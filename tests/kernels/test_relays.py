@@ -74,6 +74,14 @@ def test_relays_are_bounded():
     assert relays_by_kernel(one_node(4 * busy, copies), 1) == sorted(copies)
 
 
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+def test_fewer_relays_may_be_allowed(allowed):
+    plan = one_node(8, {0: [1, 2, 3, 4, 5], 6: [7, 1]})
+    lists = lists_by_kernel(plan, 3, max_relays=allowed)
+    assert len(lists["relays"]) == allowed
+    assert (lists["guests"] != []) == (allowed > 0)
+
+
 def check_choice(plan: PlanTables, node: int, relayed: list[int]) -> None:
     """What holds for every choice."""
     ranks = plan.topology.ranks_of_node(node)

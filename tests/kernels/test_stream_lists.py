@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import topoep
 from tests.emulation.harness import SCHEDULES, Emulator
 from tests.kernels.plans import KINDS, TOPOLOGIES, PlanTables, plan_tables, random_plan
-from tests.kernels.relays import relays_by_definition
+from tests.kernels.relays import MAX_RELAYS, relays_by_definition
 
 FIELDS = (
     "pair_index", "out_order", "in_order", "out_begin", "out_entry", "in_begin", "in_entry",
@@ -29,7 +29,9 @@ def emulator() -> Emulator:
     return Emulator([Path(__file__).with_name("stream_lists_unit.cpp")])
 
 
-def lists_by_kernel(plan: PlanTables, rank: int, schedule=SCHEDULES[0]) -> dict[str, list[int]]:
+def lists_by_kernel(
+    plan: PlanTables, rank: int, schedule=SCHEDULES[0], max_relays: int = MAX_RELAYS
+) -> dict[str, list[int]]:
     """Every field, with the entries that mean something."""
     unit = emulator()
     topology = plan.topology
@@ -46,7 +48,7 @@ def lists_by_kernel(plan: PlanTables, rank: int, schedule=SCHEDULES[0]) -> dict[
     }
     unit.use(schedule)
     with unit.memory(**tables), unit.memory(initialised=False, lists=memory):
-        unit.call("run_stream_lists", *sizes, rank, *tables.values(), memory, starts)
+        unit.call("run_stream_lists", *sizes, rank, max_relays, *tables.values(), memory, starts)
     assert unit.take_reports() == []
     raw = {
         name: memory[start:end].tolist()

@@ -32,6 +32,7 @@ class PlaneSettings:
     Args:
         comm_sms: thread blocks of a transfer kernel, each of which takes an SM while it runs.
         timeout_s: seconds without progress after which a wait on the GPU gives up.
+        max_relays: experts that a node may relay to holders inside it, 0 to 32; 0: none.
     """
 
     comm_sms: int = DEFAULT_COMM_SMS
@@ -41,6 +42,7 @@ class PlaneSettings:
     ring_slots: int = 8
     staging_slots: int = 8
     workers: int = 2
+    max_relays: int = 32
     threads: int = 512
 
     def roles(self, num_nodes: int) -> list[int]:
@@ -78,6 +80,7 @@ class PlaneSettings:
             self.ring_slots,
             self.staging_slots,
             self.workers,
+            self.max_relays,
         ]
 
 
