@@ -96,14 +96,15 @@ def random_plan(
     hot = int(rng.integers(experts))
     hot_in_node = [
         experts_per_rank * int(rng.choice(topology.ranks_of_node(node)))
-        for node in range(topology.num_nodes)
+        for node in range(topology.num_nodes if kind == "relayed" else 0)
     ]
     for rank in range(ranks):
         others = [e for e in rng.permutation(experts) if e // experts_per_rank != rank]
-        own_hot = hot_in_node[topology.node_of_rank[rank]]
-        if kind == "relayed" and own_hot in others and rng.random() < 0.8:
-            others.remove(own_hot)
-            others.insert(0, own_hot)
+        if kind == "relayed":
+            own_hot = hot_in_node[topology.node_of_rank[rank]]
+            if own_hot in others and rng.random() < 0.8:
+                others.remove(own_hot)
+                others.insert(0, own_hot)
         if kind == "hot" and hot in others:
             others = [hot]
         count = {
