@@ -35,14 +35,15 @@ from topoep.portfolio import EMPTY_PLAN, default_candidates
 CYCLES_PER_LINK = 60
 SHAPES = [(16, 256), (32, 256), (64, 256), (128, 256), (256, 512)]
 SEEDS = range(2)
-CANDIDATES = default_candidates(topoep.Balance(0.01))[1:]
+OBJECTIVE = topoep.Balance(0.01)
+CANDIDATES = default_candidates(OBJECTIVE)[1:]
 
 
 def steps_of(counts: torch.Tensor, topology: topoep.Topology) -> dict[str, list[int]]:
     """Dependent steps of every default candidate of Balance(0.01) that makes copies."""
     steps: dict[str, list[int]] = {"H": [], "F": []}
     for candidate in CANDIDATES:
-        plan = topoep.solve(counts, topology, 2, topoep.Even(), candidates=[candidate])
+        plan = topoep.solve(counts, topology, 2, OBJECTIVE, candidates=[candidate])
         stats = plan.stats()
         if int(stats["candidate"]) == 1:
             steps[candidate.policy[0]].append(int(stats["steps"]))

@@ -52,7 +52,7 @@ def replay(ranks: int, experts: int) -> list[dict[str, object]]:
     for name, objective in objectives.items():
         config = PlanConfig(trace.topology, experts, 2, objective)
         for limit in (None, FEWER):
-            candidates = default_candidates(objective)[:limit]
+            candidates = default_candidates(objective, trace.topology.num_nodes)[:limit]
             seconds = []
             for _ in range(REPEATS):
                 begin = time.thread_time()

@@ -56,7 +56,7 @@ class Problem:
         own, _ = ops.histogram(self.ids, experts)
         self.counts[0] = own
         objective = topoep.Balance()
-        self.candidates = [c.pack() for c in default_candidates(objective)]
+        self.candidates = [c.pack() for c in default_candidates(objective, num_nodes)]
         self.objective = objective.to_ints()
         self.table = self.topology.table(device)
 

@@ -137,7 +137,9 @@ class SimulatedCluster:
     def solve(self, counts: Tensor) -> list[tuple[Tensor, ...]]:
         """What every rank's solve gives: the plan's tables, and its transfer lists."""
         config = self.config
-        candidates = [c.pack() for c in choose_candidates(config.objective, "portfolio", None)]
+        nodes = config.topology.num_nodes
+        every = choose_candidates(config.objective, "portfolio", None, nodes)
+        candidates = [c.pack() for c in every]
         arguments = (
             counts,
             config.topology.table(self.device),

@@ -45,6 +45,9 @@ def test_every_default_candidate_is_in_the_pool_it_was_chosen_from() -> None:
     pool = choose_portfolio.balance_pool()
     columns = choose_portfolio.default_columns(pool)
     assert len(columns) == len(set(columns)) == len(default_candidates(Balance())) - 1
+    one_node = choose_portfolio.one_node_pool()
+    columns = choose_portfolio.default_columns(one_node, num_nodes=1)
+    assert len(columns) == len(set(columns)) == len(default_candidates(Balance(), 1)) - 1
     assert set(portfolio.TIME) <= set(time_problems.pool())
     assert set(portfolio.TIME) < set(default_candidates(TIME))
 

@@ -543,7 +543,8 @@ def test_the_tolerance_is_kept_by_the_fewest_copies_if_any_candidate_keeps_it(
 ) -> None:
     objective = Balance(tolerance, weight)
     plan = solved(case, objective, candidates)
-    tried = default_candidates(objective) if candidates is None else candidates
+    default = default_candidates(objective, case.topology.num_nodes)
+    tried = default if candidates is None else candidates
     every = [alone(case, objective, candidate) for candidate in (Candidate("none"), *tried)]
     allowed = within(stat(plan, "tokens"), case.num_ranks, round(tolerance * 10**6))
     reached = [stat(p, "max_load") for p in every]

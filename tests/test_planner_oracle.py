@@ -99,7 +99,7 @@ def check(case: Case, objective: Objective, candidates: Sequence[Candidate] | No
         case.tensor, case.topology, case.spare_slots, objective, candidates=candidates
     )
     if candidates is None:
-        candidates = default_candidates(objective)[1:]
+        candidates = default_candidates(objective, case.topology.num_nodes)[1:]
     actual, page = described(plan), expected(case, objective, candidates)
     if page["cap"] is None:  # the empty plan has none
         del page["cap"]

@@ -156,7 +156,7 @@ class Balancer:
             self.config = PlanConfig(topology, num_experts, spare_slots, objective)
             check_choice(replica_policy, "replica_policy", REPLICA_POLICIES)
             check_range(slot_buffers, "slot_buffers", 1, MAX_SLOT_BUFFERS)
-            self._candidates = choose_candidates(objective, solver, candidates)
+            self._candidates = choose_candidates(objective, solver, candidates, topology.num_nodes)
             fields = self._fingerprint(solver, replica_policy) | {
                 "slot_buffers": slot_buffers,
                 "comm_sms": comm_sms,

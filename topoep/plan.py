@@ -364,4 +364,5 @@ def solve(
     check_counts(counts, config)
     if rank is not None:
         config.check_rank(rank)
-    return make_plan(config, counts, choose_candidates(objective, solver, candidates), rank)
+    chosen = choose_candidates(objective, solver, candidates, topology.num_nodes)
+    return make_plan(config, counts, chosen, rank)

@@ -118,6 +118,21 @@ BALANCE = """
     mean+0.75t:H12022
 """.split()
 
+# The same for clusters of one node, where policies by nodes differ only in the fit (H00000 and
+# H00002), so that more caps can be tried.
+ONE_NODE = """
+    mean+1t:H00002 mean+30%:H00000 mean+1%:H00000 mean+0.95t:H00000 mean+3%:H00002 mean+10%:H00000
+    mean+0.8t:H00002 mean+0.95t:H00002 mean+2%:H00000 mean+0.6t:H00002 mean+0.5%:H00000
+    mean+0.975t:H00002 mean+0.875t:H00000 load#15:H00000 mean+0.9t:H00002 mean+0.4t:H00002
+    mean+1.75t:H00000 mean+0.7t:H00002 mean+3t:H00002 mean+0.85t:H00002 mean+0.75t:H00002
+    mean+4t:H00000 mean+0.5t:H00002 mean+0.2t:H00002 mean+1%:H00002 mean+0.925t:H00002
+    mean+1.1t:H00000 mean+0.55t:H00002 mean+0.775t:H00002 mean+0.65t:H00002 mean+1.5t:H00000
+    mean+0.875t:H00002 mean+0.675t:H00002 mean+0.2%:H00000 mean+0.85t:H00000 mean+2t:H00000
+    mean+0.1t:H00000 mean+0.725t:H00000 mean+1.25t:H00002 mean+0.45t:H00002 mean+0.25t:H00002
+    mean+2.5t:H00002 mean+0.825t:H00002 mean+2.5t:H00000 mean+1.1t:H00002 load#2:H00000
+    mean+1.25t:H00000 mean+0.05%:H00000
+""".split()
+
 # A list for ``Even``: every prefix of it is the best of its length over many loads.
 GENERAL = tuple(
     Candidate(*text.split(":"))
@@ -190,19 +205,23 @@ def _at(text: str, tolerance_ppm: int) -> Candidate:
 
 
 @functools.lru_cache
-def default_candidates(objective: Objective) -> tuple[Candidate, ...]:
-    """The candidates that ``solve`` tries when none are given: the empty plan first."""
+def default_candidates(objective: Objective, num_nodes: int = 2) -> tuple[Candidate, ...]:
+    """The candidates that ``solve`` tries when none are given: the empty plan first.
+
+    ``num_nodes``: of the cluster. ``Balance`` has a list for one node, and one for more.
+    """
     if isinstance(objective, Time):
         return (EMPTY_PLAN, *TIME, *LOCAL)
     if isinstance(objective, Balance):
-        return (EMPTY_PLAN, *(_at(text, objective.tolerance_ppm) for text in BALANCE))
+        templates = ONE_NODE if num_nodes == 1 else BALANCE
+        return (EMPTY_PLAN, *(_at(text, objective.tolerance_ppm) for text in templates))
     return (EMPTY_PLAN, *GENERAL)
 
 
 def choose_candidates(
-    objective: Objective, solver: str, candidates: Sequence[Candidate] | None
+    objective: Objective, solver: str, candidates: Sequence[Candidate] | None, num_nodes: int
 ) -> tuple[Candidate, ...]:
-    """The given candidates, or those of the solver, behind the empty plan.
+    """The given candidates, or those of the solver for so many nodes, behind the empty plan.
 
     Raises:
         TypeError: something that is no Candidate.
@@ -212,7 +231,9 @@ def choose_candidates(
     if solver not in SOLVERS:
         raise ValueError(f"solver={solver!r}; expected one of {', '.join(SOLVERS)}")
     if candidates is None:
-        return (transport_candidates if solver == "taot" else default_candidates)(objective)
+        if solver == "taot":
+            return transport_candidates(objective)
+        return default_candidates(objective, num_nodes)
     if solver != "portfolio":
         raise ValueError(
             f"solver={solver!r} brings its own candidates; leave candidates=None, or use "

@@ -81,7 +81,7 @@ class BalancerOptions:
         nodes = 1 if self.topology is None else self.topology.num_nodes
         PlaneSettings(comm_sms=check_int(self.comm_sms, "comm_sms")).roles(nodes)
         check_choice(self.solver, "solver", SOLVERS)
-        choose_candidates(check_objective(self.objective), self.solver, self.candidates)
+        choose_candidates(check_objective(self.objective), self.solver, self.candidates, nodes)
 
 
 def read_options(

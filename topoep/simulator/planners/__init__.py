@@ -76,7 +76,9 @@ class Solved(Simulated):
 
     def place(self, counts: Counts, history: Sequence[Counts | None]) -> Placement:
         """See :class:`Simulated`."""
-        candidates = choose_candidates(self.config.objective, self.solver, None)[: self.candidates]
+        nodes = self.config.topology.num_nodes
+        every = choose_candidates(self.config.objective, self.solver, None, nodes)
+        candidates = every[: self.candidates]
         tensors = torch.from_numpy(np.ascontiguousarray(counts)).unbind()
         plans = [make_plan(self.config, tensor, candidates, None) for tensor in tensors]
         return Placement.of_plans(plans)
