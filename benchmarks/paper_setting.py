@@ -260,11 +260,16 @@ def taot_copies(seeds: int) -> list[dict[str, Any]]:
             )  # fmt: skip
             result = simulate(request)
             found = {p.name: p for p in result.planners}
-            for name, tolerance in (("topoep 1 %", 0.01), ("topoep 2 %", 0.02)):
+            for name, planner, percent in (
+                ("topoep 1 %", "topoep", 1.0),
+                ("topoep 2 %", "topoep", 2.0),
+                ("taot as even", "taot", TAOT_RESIDUAL[ep][initial]),
+                ("topoep as even", "topoep", TAOT_RESIDUAL[ep][initial]),
+            ):
                 ours = dataclasses.replace(
-                    request, planners=("topoep",), objective=Balance(tolerance), candidates=None
+                    request, planners=(planner,), objective=Balance(percent / 100), candidates=None
                 )
-                found[name] = simulate(ours)["topoep"]
+                found[name] = simulate(ours)[planner]
             row: dict[str, Any] = {"ep": ep, "initial": initial}
             for name, planner in found.items():
                 if name != "none":
@@ -348,6 +353,7 @@ def describe(result: dict[str, Any]) -> str:
         )
     )  # fmt: skip
     planners = ("echo", "llep", "taot-restated", "taot", "topoep 1 %", "topoep 2 %")
+    planners += ("taot as even", "topoep as even")
     parts.append(
         table(
             "**TAOT's setting**: fullest rank above the mean in %, weighted copies in brackets; "

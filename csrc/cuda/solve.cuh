@@ -13,7 +13,7 @@
 // Launch shape: one block of 256 threads per candidate, at least kMinBlocks so that the first and
 // last phase have hands, at most one per SM so that all are resident. A block whose list of
 // candidates is longer than the grid solves several in turn. The state of a candidate lives in
-// shared memory (4 KB at R=64, E=256, S=2; 12 KB at R=256, E=512, S=2), or in the workspace where
+// shared memory (5 KB at R=64, E=256, S=2; 16 KB at R=256, E=512, S=2), or in the workspace where
 // that does not fit.
 // Determinism: integers only; every reduction carries its id; no order of blocks or lanes shows.
 #pragma once
