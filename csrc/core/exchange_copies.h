@@ -117,7 +117,7 @@ TOPOEP_HD void move_path(Candidate& c, int emptied, int home, int taker, int32_t
     move_along(c, emptied, emptied / c.shape.spare_slots, home, tokens);
 }
 
-// Returns the number of dependent steps taken: searches, and copies that were looked at.
+// Returns the number of dependent steps taken: copies that were looked at, and pieces that moved.
 template <class Team>
 TOPOEP_TEAM int exchange_copies(const Team& team, int32_t limit, Candidate& c) {
     for (int i = team.lane(); i < c.shape.num_spare(); i += team.size()) {
