@@ -81,7 +81,7 @@ class Hardware:
         check_dtype(dtype)
         if dtype == "float8":
             if self.flops_fp8 is None:
-                raise ValueError(f"{self.name} has no float8 GEMMs; use dtype='bfloat16'")
+                raise ValueError(f"{self.name} has no float8 GEMMs; use gemm_dtype='bfloat16'")
             return self.flops_fp8
         return self.flops / 2 if dtype == "float32" else self.flops
 

@@ -29,7 +29,8 @@ class Balance:
     If no candidate plan is within the tolerance, the one with the least maximum load is taken.
 
     Args:
-        tolerance: allowed imbalance: max load <= floor(mean * (1 + tolerance)).
+        tolerance: allowed imbalance: max load <= floor(mean * (1 + tolerance)), or the mean rounded
+            up where that is more.
         cross_weight: what a copy that crosses nodes costs, in copies inside a node.
 
     Raises:

@@ -342,7 +342,8 @@ def solve(
 
     Args:
         counts: int32 ``[R, E]`` on the CPU or a GPU: tokens that source rank r routes to expert e.
-            Expert e lives on rank ``e // (E / R)``.
+            Expert e lives on rank ``e // (E / R)``. The plan keeps them without a copy: do not
+            change them while it is in use.
         topology: R ranks and their nodes.
         spare_slots: S, copies that a rank can hold.
         objective: ``Balance(0.01)`` if None.

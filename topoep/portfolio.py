@@ -36,7 +36,8 @@ class Candidate:
             0 hottest or 2 cover-fit, round up 0-1, item order 0-2, fit 0 single or 2 pair. An ``a``
             or ``A`` behind them prefers destination nodes that the tokens come from, if the share
             fits there or always; a ``w`` imports no more of an expert at once than the room of one
-            rank; an ``l`` at the end first makes copies for locality (objective ``Time`` only).
+            rank; an ``l`` at the end first makes copies for locality (objective
+            ``Time`` only; without effect otherwise).
             ``"T"``: matching by optimal transport. docs/algorithm.md explains each.
 
     Raises:
@@ -78,7 +79,10 @@ class Candidate:
             return 1 << 12 | 1 << 1
         match = re.fullmatch(r"H([012])([02])([01])([012])([02])([aA]?)(w?)(l?)", self.policy)
         if not match:
-            raise ValueError(f"policy {self.policy!r}: expected 'F', 'F0' or like 'H22112'")
+            raise ValueError(
+                f"policy {self.policy!r}: expected 'F', 'F0', 'T', or 'H' with five digits like "
+                "'H22112' (0-2, 0 or 2, 0-1, 0-2, 0 or 2), then a or A, w and l, in this order"
+            )
         threshold, exporter, round_up, order, fit = (int(digit) for digit in match.groups()[:5])
         affinity = {"": 0, "a": 1, "A": 2}[match[6]]
         return (
