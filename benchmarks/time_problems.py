@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from baselines.grid import nodes_of
 
 from topoep import Candidate, CostModel, Time, ops
-from topoep.portfolio import EMPTY_PLAN
+from topoep.portfolio import EMPTY_PLAN, default_candidates
 from topoep.simulator import workloads as loads
 
 Ints = npt.NDArray[np.int64]
@@ -22,7 +22,8 @@ Ints = npt.NDArray[np.int64]
 POLICIES = (
     "H22112", "F", "H10122", "F0", "H02122", "H12012", "H12120", "H20020", "H20122", "H10022",
 )  # fmt: skip
-SPARE_SLOTS = 2
+SPARE_SLOTS = (1, 2, 4)
+TOKENS = (1024, 4096, 8192)  # of a rank
 SHAPES = ((8, 64), (16, 128), (32, 128), (64, 256))  # R, E
 SKEWS = (1.1, 1.3, 1.7, 2.5)
 MODELS = {  # hidden and intermediate size
@@ -45,24 +46,25 @@ COST_MODELS = {
     for model, (hidden, intermediate) in MODELS.items()
     for number, (name, options) in enumerate(HARDWARE)
 }
-COST_MODELS_PER_LOAD = 3  # drawn for every load
+DRAWS = 3  # of cost model, slots and tokens, for every load
 
 _MEAN = (0, 1, 2, 5, 10, 15, 20, 30, 50, 75, 100, 150)  # percent
 _NODE = (0, 2, 5, 10, 20, 50)
 _LOAD = (2, 3, 5, 8, 12, 20)
+_SUFFIXES = ("", "a", "w", "l", "al", "Al", "wl")
+_LIMITS = ("", "/1", "/2")  # copies on a rank; "/3" changes nothing
 
 
 def pool() -> list[Candidate]:
-    """All caps with all policies; those by nodes also for locality and with affinity."""
-    above_mean = [f"mean+{x}%" for x in _MEAN]
-    caps = [*above_mean, *(f"node+{x}%" for x in _NODE), *(f"load#{k}" for k in _LOAD)]
-    by_nodes = [policy for policy in POLICIES if policy.startswith("H")]
-    return [
-        *(Candidate(cap, policy) for cap, policy in itertools.product(caps, POLICIES)),
-        *(Candidate(cap, policy + "l") for cap, policy in itertools.product(caps, by_nodes)),
-        *(Candidate(cap, policy + "a") for cap, policy in itertools.product(above_mean, by_nodes)),
-        *(Candidate(cap, "H22112al") for cap in above_mean),
+    """All caps with all policies: for locality, with affinity, with few copies on a rank."""
+    caps = [*(f"mean+{x}%" for x in _MEAN), *(f"node+{x}%" for x in _NODE)]
+    caps += [f"load#{k}" for k in _LOAD]
+    steps = [
+        policy + suffix
+        for policy in POLICIES
+        for suffix in (_SUFFIXES if policy.startswith("H") else ("",))
     ]
+    return [Candidate(cap, policy + most) for cap in caps for policy in steps for most in _LIMITS]
 
 
 @dataclass(frozen=True)
@@ -71,32 +73,40 @@ class TimeProblem:
 
     name: str
     counts: loads.Counts
+    spare_slots: int
     objective: Time
 
     def nanoseconds(self, candidates: list[Candidate]) -> list[int]:
         """Predicted time with each candidate or the empty plan, and of the empty plan, last."""
-        counts = torch.from_numpy(self.counts)
+        return [
+            *(self._solve([EMPTY_PLAN, c], self.spare_slots)["predicted_ns"] for c in candidates),
+            self._solve([EMPTY_PLAN], self.spare_slots)["predicted_ns"],
+        ]
+
+    def by_slots(self, most: int) -> list[int]:
+        """Predicted time of the default list with 1 to ``most`` slots."""
+        candidates = default_candidates(self.objective)
+        return [self._solve(candidates, s)["predicted_ns"] for s in range(1, most + 1)]
+
+    def _solve(self, candidates: Sequence[Candidate], slots: int) -> dict[str, int]:
         table, objective = nodes_of(len(self.counts)).table(), self.objective.to_ints()
-        result, before = [], 0
-        for candidate in candidates:
-            packed = [EMPTY_PLAN.pack(), candidate.pack()]
-            *_, stats = ops.solve(counts, table, SPARE_SLOTS, packed, objective, -1)
-            named = dict(zip(ops.STAT_NAMES, stats.tolist(), strict=True))
-            result.append(named["predicted_ns"])
-            before = named["predicted_ns_before"]
-        return [*result, before]
+        packed = [candidate.pack() for candidate in candidates]
+        *_, stats = ops.solve(torch.from_numpy(self.counts), table, slots, packed, objective, -1)
+        return dict(zip(ops.STAT_NAMES, stats.tolist(), strict=True))
 
 
 def cases(seed: int) -> Iterator[tuple[str, loads.Counts]]:
-    """Skewed, domain-skewed and collapsed routing, ``[R, E]`` each."""
+    """Skewed, domain-skewed and collapsed routing, ``[R, E]`` each, of ``max(TOKENS)`` per rank."""
+    tokens = max(TOKENS)
     for ranks, experts in SHAPES:
         for kind, skew in itertools.product(loads.FAMILIES, SKEWS):
             if kind == "hot_node" and skew > 0.9 * (ranks // 8):
                 continue  # a node cannot be that much above the mean
             try:
-                yield f"{kind} {skew}", loads.skewed(kind, ranks, experts, skew, seed, 1)[0]
+                counts = loads.skewed(kind, ranks, experts, skew, seed, 1, tokens=tokens)[0]
             except ValueError:
                 continue  # nor can a rank with few experts
+            yield f"{kind} {skew}", counts
         rng = np.random.default_rng(seed)
         for width in (1.0, 2.0):
             yield f"domain {width}", loads.domain(ranks, experts, width, rng)
@@ -104,12 +114,16 @@ def cases(seed: int) -> Iterator[tuple[str, loads.Counts]]:
 
 
 def problems(seed: int) -> Iterator[TimeProblem]:
-    """Every case with some of the cost models."""
+    """Every case with some of the cost models, slots and tokens."""
     rng = np.random.default_rng(seed)
     keys = list(COST_MODELS)
     for name, counts in cases(seed):
-        for key in rng.permutation(len(keys))[:COST_MODELS_PER_LOAD]:
+        for key in rng.permutation(len(keys))[:DRAWS]:
             model, number = keys[key]
-            if model != FEW_EXPERTS or len(counts) <= FEW_RANKS:
-                label = f"{name} R={len(counts)} {model} on {HARDWARE[number][0]} {number}"
-                yield TimeProblem(label, counts, Time(COST_MODELS[model, number]))
+            slots, tokens = int(rng.choice(SPARE_SLOTS)), int(rng.choice(TOKENS))
+            if model == FEW_EXPERTS and len(counts) > FEW_RANKS:
+                continue
+            label = f"{name} R={len(counts)} S={slots} T={tokens} "
+            label += f"{model} on {HARDWARE[number][0]} {number}"
+            fewer = rng.binomial(counts, tokens / max(TOKENS)).astype(counts.dtype)
+            yield TimeProblem(label, fewer, slots, Time(COST_MODELS[model, number]))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -330,7 +331,14 @@ PLAIN_POLICIES = (
     ),
 )
 LOCAL_POLICIES = tuple(policy + "l" for policy in PLAIN_POLICIES if policy[0] == "H")
-POLICIES = (*PLAIN_POLICIES, *LOCAL_POLICIES, "T")
+RANK_LIMITS = ("/1", "/2", "/3")
+#: Every sixteenth policy with each of the limits.
+LIMITED_POLICIES = tuple(
+    policy + limit
+    for policy in ("F", "F0", "T", *PLAIN_POLICIES[2::16], *LOCAL_POLICIES[::16])
+    for limit in RANK_LIMITS
+)
+POLICIES = (*PLAIN_POLICIES, *LOCAL_POLICIES, "T", *LIMITED_POLICIES)
 
 #: Caps of every rule, tight and loose.
 CAPS = (
@@ -341,9 +349,14 @@ CAPS = (
 
 
 def candidates() -> st.SearchStrategy[Candidate]:
-    """Any cap with any policy."""
+    """Any cap with any policy, half of them with a limit on the copies of a rank."""
     kinds = [PLAIN_POLICIES, LOCAL_POLICIES, ("T",)]
-    return st.builds(Candidate, st.sampled_from(CAPS), st.one_of(*map(st.sampled_from, kinds)))
+    policies = st.builds(
+        operator.add,
+        st.one_of(*map(st.sampled_from, kinds)),
+        st.one_of(st.just(""), st.sampled_from(RANK_LIMITS)),
+    )
+    return st.builds(Candidate, st.sampled_from(CAPS), policies)
 
 
 #: What fields of random cost models are drawn from: nothing, small numbers, what models and

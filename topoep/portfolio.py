@@ -36,9 +36,9 @@ class Candidate:
             0 hottest or 2 cover-fit, round up 0-1, item order 0-2, fit 0 single or 2 pair. An ``a``
             or ``A`` behind them prefers destination nodes that the tokens come from, if the share
             fits there or always; a ``w`` imports no more of an expert at once than the room of one
-            rank; an ``l`` at the end first makes copies for locality (objective
-            ``Time`` only; without effect otherwise).
-            ``"T"``: matching by optimal transport. docs/algorithm.md explains each.
+            rank; an ``l`` first makes copies for locality (objective ``Time`` only; without effect
+            otherwise). ``"T"``: matching by optimal transport. Behind any of them, ``/1`` to ``/3``
+            leaves the other slots of each rank empty. docs/algorithm.md explains each.
 
     Raises:
         ValueError: a name is not of these forms.
@@ -73,18 +73,23 @@ class Candidate:
         raise ValueError(f"cap {self.cap!r}: expected 'mean+1%', 'node+1%', 'load#5' or 'none'")
 
     def _parse_policy(self) -> int:
-        if self.policy in ("F", "F0"):
-            return (self.policy == "F") << 1
-        if self.policy == "T":
-            return 1 << 12 | 1 << 1
-        match = re.fullmatch(r"H([012])([02])([01])([012])([02])([aA]?)(w?)(l?)", self.policy)
+        match = re.fullmatch(
+            r"(?:(F0?)|(T)|H([012])([02])([01])([012])([02])([aA]?)(w?)(l?))(?:/([123]))?",
+            self.policy,
+        )
         if not match:
             raise ValueError(
                 f"policy {self.policy!r}: expected 'F', 'F0', 'T', or 'H' with five digits like "
-                "'H22112' (0-2, 0 or 2, 0-1, 0-2, 0 or 2), then a or A, w and l, in this order"
+                "'H22112' (0-2, 0 or 2, 0-1, 0-2, 0 or 2), then a or A, w and l, in this order; "
+                "behind any of them '/1' to '/3' for that many copies on a rank at most"
             )
-        threshold, exporter, round_up, order, fit = (int(digit) for digit in match.groups()[:5])
-        affinity = {"": 0, "a": 1, "A": 2}[match[6]]
+        flat, transport, *digits, affinity, whole, local, most = match.groups()
+        rank_copies = int(most or 0) << 14
+        if flat:
+            return rank_copies | (flat == "F") << 1
+        if transport:
+            return rank_copies | 1 << 12 | 1 << 1
+        threshold, exporter, round_up, order, fit = (int(digit) for digit in digits)
         return (
             1
             | 1 << 1
@@ -93,9 +98,10 @@ class Candidate:
             | round_up << 5
             | order << 6
             | (fit == 2) << 8
-            | affinity << 9
-            | (match[8] == "l") << 11
-            | (match[7] == "w") << 13
+            | {"": 0, "a": 1, "A": 2}[affinity] << 9
+            | bool(local) << 11
+            | bool(whole) << 13
+            | rank_copies
         )
 
 
@@ -157,30 +163,29 @@ GENERAL = tuple(
 )
 
 # A list for ``Time``: every prefix is what a greedy choice takes first, over five model shapes on
-# four clusters (benchmarks/choose_portfolio.py).
+# four clusters, three numbers of slots and three of tokens (benchmarks/choose_portfolio.py).
 TIME = tuple(
     Candidate(*text.split(":"))
     for text in """
-    mean+2%:H02122l mean+1%:H12012a mean+5%:H20020l mean+1%:F0 mean+1%:H20122l load#5:H22112l
-    load#20:H12120l mean+2%:H20122a mean+1%:H02122l load#3:F mean+2%:H20020l mean+10%:H20020l
-    mean+0%:H10122 mean+1%:F mean+15%:H22112l load#8:H20122l mean+2%:H10022l mean+2%:F
-    load#12:H22112l mean+0%:F0 mean+20%:H20020l mean+5%:H22112al load#5:F0 mean+2%:F0
-    mean+1%:H22112al node+2%:H22112l node+0%:H10122l mean+0%:H02122l mean+1%:H12120l mean+5%:F
-    node+0%:F0 load#12:H20020l mean+1%:H10122 mean+0%:H12012l mean+10%:H02122l load#2:H22112
-    mean+20%:H02122l node+5%:H10122l mean+1%:H20020a mean+5%:H02122l mean+30%:H10122
-    mean+2%:H12012l load#12:F0 load#20:F mean+2%:H10122 load#8:F0 mean+50%:H02122
-    load#20:H10122l mean+5%:H10022a mean+1%:H02122 load#12:H02122l
-    """.split()
-)
-
-# Copies for locality, for the objective Time: greedily chosen like GENERAL, by predicted time over
-# loads whose experts have tokens from few nodes, collapsed ones, skewed ones and even ones.
-LOCAL = tuple(
-    Candidate(*text.split(":"))
-    for text in """
-    mean+1%:H20020Al mean+5%:H10122l node+1%:H12120l mean+0%:H22112l mean+0%:H02122al
-    mean+1%:H02122al mean+5%:H22112l mean+20%:H22112l mean+1%:H22112l mean+0%:H10122l
-    node+1%:H22112l mean+0%:H12120l
+    mean+5%:H20122al mean+15%:H22112/1 mean+2%:F0/1 load#5:H12120wl mean+30%:H02122al/1
+    mean+1%:H22112a/2 mean+10%:H10122wl/1 mean+50%:H22112/1 mean+2%:H10122Al node+0%:F0/1
+    node+20%:F/1 mean+1%:H02122wl node+5%:F0/1 load#12:H20122l mean+5%:H12120w/1
+    mean+2%:H22112/1 mean+1%:F0/1 load#3:F0/1 mean+20%:H12120l/2 mean+75%:H02122 node+2%:F/1
+    mean+1%:H10122Al/2 mean+10%:H12120l/2 mean+0%:H12012/1 load#2:H12120Al/1 mean+5%:H12120/1
+    mean+0%:F0/1 mean+15%:H12120Al/2 mean+5%:H02122al/1 mean+30%:H20122a/1 load#5:F0/1
+    load#8:H12012w/2 mean+150%:F0 mean+1%:F/2 mean+10%:H02122a mean+2%:H20020l/2
+    mean+15%:H22112w/1 mean+50%:H02122a load#20:H12120al/2 node+2%:F0/1 mean+2%:H12120w/2
+    load#5:H12012/1 mean+5%:H12012Al/1 mean+5%:H20122Al/1 node+5%:F/1 mean+20%:H02122l/1
+    mean+2%:H10122/2 mean+50%:H20122Al node+10%:F/1 mean+5%:F/1 mean+2%:H02122Al
+    mean+10%:H22112Al/1 mean+1%:H22112/1 mean+10%:F/1 mean+1%:H20020l mean+2%:H20122/1
+    load#20:F0/2 mean+0%:H02122wl mean+10%:F0/1 mean+15%:H20020a/1 mean+15%:H02122a
+    mean+20%:H10122a load#8:F0/1 load#5:H22112w/1 load#20:H22112l mean+0%:H10122a/2
+    load#12:H12120w/1 mean+5%:F0/1 node+2%:H12120l mean+10%:H10022/1 mean+5%:H02122Al/2
+    mean+15%:F0/1 mean+75%:H20122 mean+1%:H12012al mean+2%:H22112w/1 load#8:H02122Al/1
+    node+10%:H22112l mean+5%:H10122w/1 mean+1%:H20122/1 mean+2%:F/1 mean+2%:H12012Al/1
+    load#5:H02122/1 load#8:H10122w/1 mean+2%:F0 mean+5%:H20122a/2 load#3:F node+0%:F/1
+    mean+1%:H20020/1 node+2%:H22112/1 mean+1%:H02122l load#8:H22112w/1 mean+2%:H02122a/1
+    mean+20%:F0 mean+2%:H02122wl/2 mean+5%:H02122/1
     """.split()
 )
 
@@ -215,7 +220,7 @@ def default_candidates(objective: Objective, num_nodes: int = 2) -> tuple[Candid
     ``num_nodes``: of the cluster. ``Balance`` has a list for one node, and one for more.
     """
     if isinstance(objective, Time):
-        return (EMPTY_PLAN, *TIME, *LOCAL)
+        return (EMPTY_PLAN, *TIME)
     if isinstance(objective, Balance):
         templates = ONE_NODE if num_nodes == 1 else BALANCE
         return (EMPTY_PLAN, *(_at(text, objective.tolerance_ppm) for text in templates))

@@ -44,14 +44,15 @@ struct Candidate {
     Shape shape;
     TopologyView topology;
     Policy policy;
-    int32_t cap;  // the rank load that this candidate tries not to exceed ("tau")
+    int32_t cap;           // the rank load that this candidate tries not to exceed ("tau")
+    int32_t usable_slots;  // of every rank; a policy can leave some empty
 
     int32_t* home;          // [E] tokens of the expert that its home rank still computes
     uint16_t* order;        // [E] per rank: its experts, most home tokens first, then lower id
     int32_t* load;          // [R] tokens that the rank computes, imports of its node not yet placed
     int32_t* slot_tokens;   // [R * S] tokens that the copy in this slot serves
     uint16_t* slot_expert;  // [R * S] planner expert id or kNoExpert
-    uint8_t* free;          // [R] empty slots
+    uint8_t* free;          // [R] usable slots that are empty
     uint32_t* copied;       // [E / 32] bit set: the expert has, or had, a copy
 
     int64_t* node_room;       // [N] tokens that the node can take in (or, negative, must give away)
@@ -71,6 +72,7 @@ struct Candidate {
     uint32_t* steps;  // [4] dependent steps: nodes, slowest node, last resort, dropping
 
     TOPOEP_HD int32_t room(int p) const { return free[p] > 0 && load[p] < cap ? cap - load[p] : 0; }
+    TOPOEP_HD int copies_on(int p) const { return usable_slots - free[p]; }
     TOPOEP_HD bool holds(int p, int expert) const {
         for (int i = p * shape.spare_slots; i < (p + 1) * shape.spare_slots; ++i) {
             if (slot_expert[i] == expert) {
@@ -187,7 +189,7 @@ TOPOEP_TEAM void start_candidate(const Team& team, const Workload& work, Candida
         }
     }
     for (int p = team.lane(); p < shape.num_ranks; p += team.size()) {
-        c.free[p] = static_cast<uint8_t>(shape.spare_slots);
+        c.free[p] = static_cast<uint8_t>(c.usable_slots);
     }
     for (int i = team.lane(); i < shape.num_spare(); i += team.size()) {
         c.slot_expert[i] = kNoExpert;

@@ -78,10 +78,10 @@ TOPOEP_TEAM int pair_fit_rank(const Team& team, const Candidate& c, const Domain
                               const Item& item, int expert, int64_t slack, Fit wanted) {
     uint64_t best = kNothing;
     for (int p = domain.first + team.lane(); p < domain.last; p += team.size()) {
-        if (fit_of(c, item, expert, slack, p) < wanted) {
-            continue;
-        }
         const int64_t room = c.room(p);
+        if (2 * room < item.tokens || fit_of(c, item, expert, slack, p) < wanted) {
+            continue;  // the larger room of a pair holds at least half
+        }
         for (int q = domain.first; q < domain.last; ++q) {
             if (q == p || c.room(q) > room || room + c.room(q) < item.tokens ||
                 fit_of(c, item, expert, slack, q) < wanted) {

@@ -170,7 +170,7 @@ TOPOEP_TEAM int64_t predict_time(const Team& team, const Candidate& c, const Wor
     int64_t compute = 0;
     int64_t home_rows = INT32_MAX;  // of the rank with guests that has the fewest
     for (int p = team.lane(); p < c.shape.num_ranks; p += team.size()) {
-        const int copies = c.shape.spare_slots - c.free[p];
+        const int copies = c.copies_on(p);
         compute = max64(compute, c.load[p] * cost.token + copies * cost.instance);
         if (copies > 0) {
             int64_t rows = c.load[p];

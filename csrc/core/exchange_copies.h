@@ -153,7 +153,7 @@ template <class Team>
 TOPOEP_TEAM bool can_exchange(const Team& team, const Candidate& c) {
     uint32_t copies = 0;
     for (int p = team.lane(); p < c.shape.num_ranks; p += team.size()) {
-        copies += static_cast<uint32_t>(c.shape.spare_slots - c.free[p]);
+        copies += static_cast<uint32_t>(c.copies_on(p));
     }
     return !c.policy.locality && team.sum(copies) >= static_cast<uint32_t>(c.shape.num_ranks);
 }

@@ -19,7 +19,7 @@ TOPOEP_TEAM void import_local(const Team& team, Candidate& c, const int32_t* nod
     const Shape& shape = c.shape;
     const int32_t* tokens = node_tokens + node * shape.num_experts;
     const int begin = c.topology.node_begin[node] * shape.spare_slots;
-    const int slots = c.topology.node_size(node) * shape.spare_slots;
+    const int slots = c.topology.node_size(node) * c.usable_slots;
     uint64_t last = 0;  // key of the latest import; keys grow as tokens fall
     int count = 0;
     for (; count < slots; ++count) {

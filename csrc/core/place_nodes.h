@@ -114,7 +114,7 @@ TOPOEP_TEAM Export choose_export(const Team& team, const Candidate& c, int n) {
 
 TOPOEP_HD bool can_import(const Candidate& c, int n, int exporter) {
     return n != exporter && c.node_room[n] > 0 &&
-           c.num_imports[n] < c.topology.node_size(n) * c.shape.spare_slots;
+           c.num_imports[n] < c.topology.node_size(n) * c.usable_slots;
 }
 
 // The node with the smallest room that holds all of `tokens`, or -1.

@@ -35,6 +35,7 @@ struct Policy {
     int affinity;    // Affinity: prefer nodes that many of the expert's tokens come from
     int locality;    // first import experts whose tokens cost more to send than their weights
     int whole_rooms;  // imports are no larger than the room of the rank they will go to
+    int rank_copies;  // most copies on a rank, 0: as many as it has slots
     int transport;    // 1: match_transport.h instead of the steps over nodes and inside them
 };
 
@@ -60,6 +61,7 @@ TOPOEP_HD CandidateSpec unpack_candidate(int64_t packed) {
     spec.policy.locality = bits >> 11 & 1;
     spec.policy.transport = bits >> 12 & 1;
     spec.policy.whole_rooms = bits >> 13 & 1;
+    spec.policy.rank_copies = bits >> 14 & 3;
     return spec;
 }
 
@@ -68,7 +70,7 @@ TOPOEP_HD bool is_valid_candidate(int64_t packed) {
     const CandidateSpec spec = unpack_candidate(packed);
     const int64_t limit = spec.rule == kAtRankLoad ? kMaxRanks : kMaxPartsPerMillion;
     return packed >= 0 && spec.rule <= kAtRankLoad && spec.value <= limit &&
-           (spec.rule != kAtRankLoad || spec.value >= 1) && (packed & 0xffff) < 1 << 14 &&
+           (spec.rule != kAtRankLoad || spec.value >= 1) &&
            spec.policy.threshold <= kRoomsWithMargin && spec.policy.item_order <= kSourcesFirst &&
            spec.policy.affinity <= kAffinityAlways;
 }

@@ -82,6 +82,8 @@ TOPOEP_TEAM Outcome solve_candidate(const Group& group, const CandidateSpec& spe
     const int32_t max_load_before = work.load[work.by_load[c.shape.num_ranks - 1]];
     c.policy = spec.policy;
     c.policy.locality &= c.policy.node_step && objective.kind == kTime;
+    const int most = c.policy.rank_copies;
+    c.usable_slots = most > 0 ? min32(most, c.shape.spare_slots) : c.shape.spare_slots;
     c.cap = candidate_cap(c.shape, c.topology, work, spec);
     // The lanes have read the loads that the steps below change.
     group.all().sync();

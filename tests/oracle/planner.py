@@ -20,6 +20,7 @@ Counts = Sequence[Sequence[int]]
 PARTS_PER_MILLION = 1_000_000
 SAVED_ROOM_LIMIT = 2**22 - 1
 NEVER_LOCAL = 2**31 - 1
+MAX_RANK_COPIES = 16
 MOST_CLAIMED = 2**18 - 2
 
 
@@ -49,6 +50,7 @@ class Policy(NamedTuple):
     whole_rooms: bool = False
     local: bool = False
     transport: bool = False
+    rank_copies: int = MAX_RANK_COPIES
 
 
 class Copy(NamedTuple):
@@ -183,10 +185,12 @@ def cap_of(text: str, load: Sequence[int], layout: Layout) -> int:
 
 
 def parse_policy(text: str) -> Policy:
+    text, _, most = text.partition("/")
+    rank_copies = int(most) if most else MAX_RANK_COPIES
     if text in ("F", "F0"):
-        return Policy(nodes_first=False, near_first=text == "F")
+        return Policy(nodes_first=False, near_first=text == "F", rank_copies=rank_copies)
     if text == "T":
-        return Policy(nodes_first=False, near_first=True, transport=True)
+        return Policy(False, True, transport=True, rank_copies=rank_copies)
     assert text[0] == "H", text
     digits = [int(digit) for digit in text[1:6]]
     suffix = text[6:]
@@ -201,6 +205,7 @@ def parse_policy(text: str) -> Policy:
         affinity="".join(letter for letter in suffix if letter in "aA"),
         whole_rooms="w" in suffix,
         local="l" in suffix,
+        rank_copies=rank_copies,
     )
 
 
@@ -219,7 +224,8 @@ class State:
         self.load = [
             sum(self.home[e] for e in layout.home_experts(p)) for p in range(layout.num_ranks)
         ]
-        self.free = [layout.spare_slots] * layout.num_ranks
+        self.usable_slots = min(layout.spare_slots, policy.rank_copies)
+        self.free = [self.usable_slots] * layout.num_ranks
         self.copies: dict[tuple[int, int], int] = {}  # (expert, position) -> tokens
         self.steps = 0
 
@@ -295,7 +301,7 @@ def import_local(state: State, costs: Costs, imports: dict[int, list[Import]]) -
             if layout.home_node(e) != n and (tokens := tokens_from(state, n, e)) >= least
         ]
         wanted.sort(key=lambda one: (-one[0], one[1]))
-        for tokens, e in wanted[: len(layout.positions_of_node[n]) * layout.spare_slots]:
+        for tokens, e in wanted[: len(layout.positions_of_node[n]) * state.usable_slots]:
             imports[n].append(Import(e, tokens - 1))
             state.take_from_home(e, tokens - 1)
 
@@ -376,7 +382,7 @@ def choose_importer(
         for n in layout.nodes
         if n != exporter
         and rooms[n] > 0
-        and len(imports[n]) < len(layout.positions_of_node[n]) * layout.spare_slots
+        and len(imports[n]) < len(layout.positions_of_node[n]) * state.usable_slots
     ]
     if state.policy.affinity:
         fitting = [n for n in nodes if state.policy.affinity == "A" or rooms[n] >= tokens]
