@@ -15,31 +15,35 @@ import topoep
 from topoep.portfolio import default_candidates
 
 SEEDS = range(3)
+NODE = 8  # ranks
 SHAPES = [
-    # R, E, S
-    (8, 64, 2),
-    (16, 128, 2),
-    (32, 128, 2),
-    (32, 256, 2),
-    (64, 128, 2),
-    (64, 256, 1),
-    (64, 256, 2),
-    (64, 256, 4),
-    (64, 256, 8),
-    (64, 256, 16),
-    (64, 512, 2),
-    (128, 256, 2),
-    (128, 512, 2),
-    (256, 512, 2),
-    (256, 1024, 2),
-    (512, 1024, 2),
-    (1024, 1024, 2),
+    # R, E, S, ranks of a node
+    (8, 64, 2, NODE),
+    (16, 128, 2, NODE),
+    (32, 128, 2, NODE),
+    (32, 256, 2, NODE),
+    (64, 128, 2, NODE),
+    (64, 256, 1, NODE),
+    (64, 256, 2, NODE),
+    (64, 256, 4, NODE),
+    (64, 256, 8, NODE),
+    (64, 256, 16, NODE),
+    (64, 512, 2, NODE),
+    (128, 256, 2, NODE),
+    (128, 512, 2, NODE),
+    (256, 512, 2, NODE),
+    (256, 1024, 2, NODE),
+    (512, 1024, 2, NODE),
+    (1024, 1024, 2, NODE),
+    (72, 288, 2, 72),
+    (128, 512, 2, 128),
+    (256, 512, 2, 256),
 ]
 
 
-def measure(ranks: int, experts: int, spare: int, device: str) -> dict[str, object]:
-    """One row: the default candidates, and a single one, for 8-rank nodes at 1 % tolerance."""
-    topology = topoep.Topology(num_nodes=max(ranks // 8, 1), ranks_per_node=min(ranks, 8))
+def measure(ranks: int, experts: int, spare: int, node: int, device: str) -> dict[str, object]:
+    """One row: the default candidates, and a single one, at 1 % tolerance."""
+    topology = topoep.Topology(num_nodes=ranks // node, ranks_per_node=node)
     wrong = 0
     times: dict[str, list[float]] = {"all": [], "one": []}
     lists = {"all": None, "one": [topoep.Candidate("mean+1%", "H22112")]}
@@ -65,9 +69,10 @@ def measure(ranks: int, experts: int, spare: int, device: str) -> dict[str, obje
         "R": ranks,
         "E": experts,
         "S": spare,
-        "one candidate us": sum(times["one"]) / len(SEEDS),
-        f"{len(default_candidates(topoep.Balance()))} candidates us": sum(times["all"])
-        / len(SEEDS),
+        "ranks of a node": node,
+        "candidates": len(default_candidates(topoep.Balance(), topology.num_nodes)),
+        "one of them us": sum(times["one"]) / len(SEEDS),
+        "all us": sum(times["all"]) / len(SEEDS),
         "imbalance": f"{max(imbalance):.4f}",
         "#wrong": wrong,
     }
@@ -80,7 +85,7 @@ def plot(rows: list[dict[str, object]], device: str, target: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    column = next(name for name in rows[0] if name.endswith("candidates us"))
+    rows = [row for row in rows if row["ranks of a node"] == NODE]
     figure, (axes, by_slots) = plt.subplots(
         1, 2, figsize=(9.5, 4.2), layout="constrained", width_ratios=(2, 1)
     )
@@ -89,20 +94,20 @@ def plot(rows: list[dict[str, object]], device: str, target: Path) -> None:
         if len(line) > 1:
             axes.plot(
                 [row["R"] for row in line],
-                [row[column] / 1e3 for row in line],
+                [row["all us"] / 1e3 for row in line],
                 marker="o",
                 label=f"E = {experts}",
             )
     axes.set(
         xscale="log", yscale="log", xlabel="ranks R", ylabel="milliseconds",
-        title=f"One solve, S = 2, {column.removesuffix(' us')} ({device})",
+        title=f"One solve, S = 2, {rows[0]['candidates']} candidates ({device})",
     )  # fmt: skip
     axes.set_xticks(sorted({row["R"] for row in rows}), labels=sorted({row["R"] for row in rows}))
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
     line = [row for row in rows if (row["R"], row["E"]) == (64, 256)]
-    by_slots.plot([row["S"] for row in line], [row[column] / 1e3 for row in line], marker="o")
+    by_slots.plot([row["S"] for row in line], [row["all us"] / 1e3 for row in line], marker="o")
     by_slots.set(xlabel="spare slots S", ylabel="milliseconds", title="R = 64, E = 256", ylim=0)
     by_slots.grid(alpha=0.3)
     figure.savefig(target, dpi=120)
