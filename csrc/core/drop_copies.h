@@ -40,6 +40,11 @@ TOPOEP_HD int reach_slot(uint64_t reach) {
 
 // Tokens can move both ways along a copy: from its expert's home all but the last, and from the
 // copy all that it serves.
+TOPOEP_HD int32_t movable(const Candidate& c, int slot, int from) {
+    const int expert = c.slot_expert[slot];
+    return from == c.home_rank(expert) ? c.home[expert] - 1 : c.slot_tokens[slot];
+}
+
 template <class Team, class Room>
 TOPOEP_TEAM void raise_reach(const Team& team, const Candidate& c, uint64_t* reach, Room&& room) {
     for (int i = team.lane(); i < c.shape.num_spare(); i += team.size()) {
@@ -47,8 +52,8 @@ TOPOEP_TEAM void raise_reach(const Team& team, const Candidate& c, uint64_t* rea
         if (expert != kNoExpert) {
             const int home = c.home_rank(expert);
             const int rank = i / c.shape.spare_slots;
-            team.raise(&reach[home], pack_reach(min32(c.home[expert] - 1, room(rank)), i));
-            team.raise(&reach[rank], pack_reach(min32(c.slot_tokens[i], room(home)), i));
+            team.raise(&reach[home], pack_reach(min32(movable(c, i, home), room(rank)), i));
+            team.raise(&reach[rank], pack_reach(min32(movable(c, i, rank), room(home)), i));
         }
     }
     team.sync();

@@ -97,10 +97,8 @@ TOPOEP_HD int32_t path_tokens(const Candidate& c, int32_t limit, int emptied, in
     }
     for (int p = taker; p != home;) {
         const int slot = arrival_slot(c.arrival[p]);
-        const int expert = c.slot_expert[slot];
         const int from = other_end(c, slot, p);
-        tokens =
-            min32(tokens, from == c.home_rank(expert) ? c.home[expert] - 1 : c.slot_tokens[slot]);
+        tokens = min32(tokens, movable(c, slot, from));
         p = from;
     }
     return tokens;
