@@ -590,6 +590,30 @@ def test_plans_of_others_are_refused() -> None:
         balancer.reroute(ids, None)
 
 
+@pytest.mark.parametrize("value", [torch.tensor(1), np.array(1), np.bool_(1), np.float32(1)])
+def test_integers_are_those_of_python_or_numpy(value: Any) -> None:
+    counts = zeros(4, 8)
+    for call in (
+        lambda: topoep.solve(counts, FOUR_RANKS, value),
+        lambda: Balancer(FOUR_RANKS, 8, value),
+        lambda: Balance(0.01, value),
+        lambda: Topology(value, 2),
+    ):
+        with refused(TypeError, f"{value!r}", "expected an int (.item() gives"):
+            call()
+
+
+def test_small_integers_of_numpy_do_not_overflow() -> None:
+    balancer = Balancer(Topology(1, 2), np.int16(252), np.int8(4))
+    assert balancer.num_physical_experts == 2 * (126 + 4)
+    assert type(balancer.config.spare_slots) is int
+
+
+def test_nodes_may_come_as_a_tensor_or_an_array() -> None:
+    for nodes in (torch.tensor([3, 3, 7, 7]), np.array([3, 3, 7, 7])):
+        assert Topology(node_of_rank=nodes) == FOUR_RANKS
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [

@@ -43,8 +43,8 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         ranks = check_type(self.topology, Topology, "topology").num_ranks
-        check_int(self.num_experts, "num_experts")
-        check_int(self.spare_slots, "spare_slots")
+        for name in ("num_experts", "spare_slots"):  # a NumPy int8 would overflow in H + S
+            object.__setattr__(self, name, check_int(getattr(self, name), name))
         if not 1 <= self.num_experts <= MAX_EXPERTS:
             raise ValueError(
                 f"num_experts={self.num_experts}; expected 1 to {MAX_EXPERTS} (kMaxExperts)"
