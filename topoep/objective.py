@@ -30,11 +30,12 @@ class Balance:
 
     Args:
         tolerance: allowed imbalance: max load <= floor(mean * (1 + tolerance)), or the mean rounded
-            up where that is more.
+            up where that is more. Rounded to a millionth; 0 for the least that integers allow.
         cross_weight: what a copy that crosses nodes costs, in copies inside a node.
 
     Raises:
-        ValueError: the tolerance is not in [0, 1000], or cross_weight not in 1 .. 1024.
+        ValueError: the tolerance is not in [0, 1000], or positive but less than a millionth;
+            cross_weight is not in 1 .. 1024.
     """
 
     tolerance: float = 0.01
@@ -42,6 +43,11 @@ class Balance:
 
     def __post_init__(self) -> None:
         check_number(self.tolerance, "tolerance", 1000.0, "(0.01 for 1 %)")
+        if self.tolerance > 0 and self.tolerance_ppm == 0:
+            raise ValueError(
+                f"tolerance is {self.tolerance!r}; tolerances are counted in millionths: expected "
+                "1e-06 or more, or 0 for the least that integers allow"
+            )
         _check_weight(self.cross_weight)
 
     @property
