@@ -468,6 +468,26 @@ def test_commands_name_what_is_wrong(tmp_path, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["simulate", "advise"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.npz", "none.npz: No such file or directory; expected a trace that topoep.Recorder"),
+        ("text.npz", "text.npz: no .npz file, or a damaged one"),
+        ("other.npz", "neither a trace nor an .npz with an array 'counts'"),
+    ],
+)
+def test_trace_files_that_cannot_be_used_end_with_2(tmp_path, capsys, command, name, message):
+    (tmp_path / "text.npz").write_text("no zip")
+    np.savez(tmp_path / "other.npz", other=np.ones(3))
+    words = [command, "--trace", f"{{t}}/{name}", "--cluster", "2xH800", "--model", "GLM-4.5-Air"]
+    assert run(tmp_path, *words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Errno" not in error
+    assert error.count("\n") == 1
+
+
 # ---- the page ------------------------------------------------------------------------------------
 
 
