@@ -281,6 +281,20 @@ def test_samples_are_said():
     assert "ECHO-like planned for 4" in text
 
 
+def test_notes_explain_other_numbers_of_tokens_and_missing_slots():
+    from topoep.simulator.table import notes
+
+    drawn = simulate(request(trace=trace("W4"), planners=()))
+    assert "at random for 2048 tokens per rank; " in " ".join(notes(drawn))
+    assert "at random" not in " ".join(notes(simulate(request(trace=trace("W0"), planners=()))))
+    scaled = simulate(request(trace=rescale(trace(), 1000), planners=()))
+    assert "at random" not in " ".join(notes(scaled))
+    assert "nothing can be copied" not in " ".join(notes(drawn))
+    without = simulate(request(planners=("topoep",), spare_slots=0))
+    assert "nothing can be copied" in " ".join(notes(without))
+    assert without["topoep"].speedup < 1
+
+
 def test_rescale_keeps_shares_and_regroup_keeps_routing():
     made = trace()
     scaled = rescale(made, 4096)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from topoep.checks import check_int, check_number, check_type
 from topoep.cost_model import CostModel
 
@@ -54,6 +56,21 @@ class Balance:
     def tolerance_ppm(self) -> int:
         """The tolerance in parts per million."""
         return round(self.tolerance * PARTS_PER_MILLION)
+
+    def largest_load(self, tokens: Tensor, ranks: int) -> Tensor:
+        """The largest rank load within the tolerance (docs/algorithm.md, section 2).
+
+        Args:
+            tokens: integers of any shape: routed tokens of plans.
+            ranks: R.
+
+        Returns:
+            int64, in the shape and on the device of ``tokens``.
+        """
+        tokens = tokens.long()
+        least = (tokens + ranks - 1) // ranks
+        parts = PARTS_PER_MILLION + self.tolerance_ppm
+        return least.maximum(tokens * parts // (ranks * PARTS_PER_MILLION))
 
     def to_ints(self) -> list[int]:
         """The objective as the solve op takes it."""
