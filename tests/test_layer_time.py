@@ -329,6 +329,7 @@ def test_presets_have_the_published_number_of_parameters(preset, billions):
         (lambda: Cluster("H100", 1, 9), "ranks_per_node=9; a node of H100 has 8 GPUs"),
         (lambda: Cluster("H100", 200), "1600 ranks"),
         (lambda: Cluster.parse("4 H100"), "expected nodes x hardware"),
+        (lambda: Cluster.parse("\u0662xH100"), "expected nodes x hardware"),
         (lambda: Cluster("H100", 2).topology(12), "no whole number of nodes"),
         (lambda: Cluster("H100", 2).topology(32), "2x8xH100 has 16"),
         (lambda: layer(Topology(1, 9)), "do not fit 1x8xH800"),

@@ -371,6 +371,21 @@ def test_other_tolerances_are_refused(tolerance: float) -> None:
         Balance(tolerance)
 
 
+@pytest.mark.parametrize("tolerance", [1e-7, 5e-324])
+def test_tolerances_below_a_millionth_are_refused(tolerance: float) -> None:
+    with refused(ValueError, f"tolerance is {tolerance}", "1e-06 or more, or 0"):
+        Balance(tolerance)
+    assert [Balance(t).tolerance_ppm for t in (0, 1e-6, 1 / 3)] == [0, 1, 333_333]
+
+
+@pytest.mark.parametrize("cap", ["mean+0.00001%", "node+0.00001%", "mean+1.00005%"])
+def test_caps_between_parts_per_million_are_refused(cap: str) -> None:
+    with refused(ValueError, repr(cap), "a multiple of 0.0001 %"):
+        Candidate(cap)
+    for percent, ppm in (("0.0001", 1), ("1.00000", 10_000), ("100000", 10**9)):
+        assert Candidate(f"mean+{percent}%").pack() >> 16 & (1 << 40) - 1 == ppm
+
+
 @pytest.mark.parametrize(
     ("objective", "part"),
     [
@@ -396,7 +411,8 @@ def test_the_raw_op_refuses_ranks_that_do_not_exist(rank: int) -> None:
         ops.solve(zeros(4, 8), FOUR_RANKS.table(), 1, [EMPTY], EVEN, rank)
 
 
-@pytest.mark.parametrize("cap", ["", "mean", "mean+1", "mean+-1%", "load#0", "load#", "Mean+1%"])
+@pytest.mark.parametrize("cap", ["", "mean", "mean+1", "mean+-1%", "load#0", "load#", "Mean+1%",
+                                 "mean+\u0661%", "node+1.\u0665%", "load#1\u0662"])  # fmt: skip
 def test_caps_of_another_form_are_refused(cap: str) -> None:
     with refused(ValueError, repr(cap), "'mean+1%'", "'load#5'", "'none'"):
         topoep.solve(zeros(4, 8), FOUR_RANKS, candidates=[Candidate(cap)])
@@ -588,6 +604,30 @@ def test_plans_of_others_are_refused() -> None:
         balancer.reroute(ids, balancer_and_plan()[1])
     with refused(TypeError, "NoneType", "topoep.Plan"):
         balancer.reroute(ids, None)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1), np.array(1), np.bool_(1), np.float32(1)])
+def test_integers_are_those_of_python_or_numpy(value: Any) -> None:
+    counts = zeros(4, 8)
+    for call in (
+        lambda: topoep.solve(counts, FOUR_RANKS, value),
+        lambda: Balancer(FOUR_RANKS, 8, value),
+        lambda: Balance(0.01, value),
+        lambda: Topology(value, 2),
+    ):
+        with refused(TypeError, f"{value!r}", "expected an int (.item() gives"):
+            call()
+
+
+def test_small_integers_of_numpy_do_not_overflow() -> None:
+    balancer = Balancer(Topology(1, 2), np.int16(252), np.int8(4))
+    assert balancer.num_physical_experts == 2 * (126 + 4)
+    assert type(balancer.config.spare_slots) is int
+
+
+def test_nodes_may_come_as_a_tensor_or_an_array() -> None:
+    for nodes in (torch.tensor([3, 3, 7, 7]), np.array([3, 3, 7, 7])):
+        assert Topology(node_of_rank=nodes) == FOUR_RANKS
 
 
 @pytest.mark.parametrize(

@@ -756,3 +756,24 @@ def test_validate_rejects_tables_that_contradict_the_slots(field: str, rule: str
     place = tuple(torch.nonzero(tensor > 0)[0].tolist())
     with pytest.raises(ValueError, match=f"breaks the rule '{rule}'"):
         changed(plan, field, place, int(tensor[place]) - 1).validate()
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.01, 0.05, 0.3, 1000.0])
+def test_stats_say_whether_the_tolerance_was_met(tolerance):
+    def met(counts: torch.Tensor, spare_slots: int) -> torch.Tensor:
+        stats = topoep.solve(counts, Topology(2, 1), spare_slots, Balance(tolerance)).stats()
+        assert stats["tolerance_met"].dtype == torch.bool
+        # docs/algorithm.md, section 2, in Python's integers.
+        tokens, ppm = int(counts.sum()), round(tolerance * 10**6)
+        limit = max(-(-tokens // 2), tokens * (10**6 + ppm) // (2 * 10**6))
+        assert bool(stats["tolerance_met"]) == (int(stats["max_load"]) <= limit)
+        return stats["tolerance_met"]
+
+    assert met(torch.zeros(2, 2, dtype=torch.int32), 0)
+    assert met(torch.tensor([[51, 0], [0, 50]]).int(), 0), "the mean rounded up"
+    uneven = torch.tensor([[60, 20], [60, 20]]).int()
+    assert met(uneven, 1)
+    assert bool(met(uneven, 0)) == (tolerance >= 0.5)
+    large = torch.tensor([[2**30, 2**29], [0, 0]]).int()
+    assert bool(met(large, 0)) == (tolerance >= 0.34)
+    assert "tolerance_met" not in topoep.solve(uneven, Topology(2, 1), 1, Even()).stats()

@@ -281,6 +281,20 @@ def test_samples_are_said():
     assert "ECHO-like planned for 4" in text
 
 
+def test_notes_explain_other_numbers_of_tokens_and_missing_slots():
+    from topoep.simulator.table import notes
+
+    drawn = simulate(request(trace=trace("W4"), planners=()))
+    assert "at random for 2048 tokens per rank; " in " ".join(notes(drawn))
+    assert "at random" not in " ".join(notes(simulate(request(trace=trace("W0"), planners=()))))
+    scaled = simulate(request(trace=rescale(trace(), 1000), planners=()))
+    assert "at random" not in " ".join(notes(scaled))
+    assert "nothing can be copied" not in " ".join(notes(drawn))
+    without = simulate(request(planners=("topoep",), spare_slots=0))
+    assert "nothing can be copied" in " ".join(notes(without))
+    assert without["topoep"].speedup < 1
+
+
 def test_rescale_keeps_shares_and_regroup_keeps_routing():
     made = trace()
     scaled = rescale(made, 4096)
@@ -466,6 +480,26 @@ def test_commands_name_what_is_wrong(tmp_path, capsys, arguments, message):
     words = arguments.replace("{g}", " ".join(GENERATED)).split()
     assert run(tmp_path, *words) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["simulate", "advise"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.npz", "none.npz: No such file or directory; expected a trace that topoep.Recorder"),
+        ("text.npz", "text.npz: no .npz file, or a damaged one"),
+        ("other.npz", "neither a trace nor an .npz with an array 'counts'"),
+    ],
+)
+def test_trace_files_that_cannot_be_used_end_with_2(tmp_path, capsys, command, name, message):
+    (tmp_path / "text.npz").write_text("no zip")
+    np.savez(tmp_path / "other.npz", other=np.ones(3))
+    words = [command, "--trace", f"{{t}}/{name}", "--cluster", "2xH800", "--model", "GLM-4.5-Air"]
+    assert run(tmp_path, *words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Errno" not in error
+    assert error.count("\n") == 1
 
 
 # ---- the page ------------------------------------------------------------------------------------

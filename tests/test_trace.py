@@ -231,24 +231,34 @@ def test_merge_info_and_plot(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (["info", "{t}/none.npz"], "No such file"),
-        (["plot", "{t}/part.npz", "-o", "{t}/a.png"], "1 of 4 ranks; join"),
-        (["plot", "{t}/whole.npz", "-o", "{t}/a.pdf"], r"\.png or \.svg"),
-        (["plot", "{t}/whole.npz", "-o", "{t}/a.png", "--layer", "2"], "the trace has 0 to 1"),
-        (["merge", "{t}/whole.npz", "-o", "{t}/a.txt"], r"an \.npz file"),
-        (["merge", "{t}/n.npy", "-o", "{t}/a.npz", "--top-k", "2", "--nodes", "4"], "for example"),
-        (["merge", "{t}/n.npy", "-o", "{t}/a.npz", "--top-k", "2", "--nodes", "3x3"], "9"),
+        (["info", "{t}/none.npz"], 2, r"none\.npz: No such file.*; expected a trace.*\.csv"),
+        (["info", "{t}"], 2, r"unknown kind of file; expected \.npz"),
+        (["info", "{t}/folder.npz"], 2, r"Is a directory; expected a trace"),
+        (["info", "{t}/text.npz"], 2, r"text\.npz: no \.npz file"),
+        (["plot", "{t}/none.csv", "-o", "{t}/a.png"], 2, r"none\.csv: No such file"),
+        (["merge", "{t}/none.npy", "-o", "{t}/a.npz"], 2, r"none\.npy: No such file"),
+        (["merge", "{t}/whole.npz", "-o", "{t}/none/a.npz"], 1, r"a\.npz\..*: No such file"),
+        (["plot", "{t}/part.npz", "-o", "{t}/a.png"], 1, "1 of 4 ranks; join"),
+        (["plot", "{t}/whole.npz", "-o", "{t}/a.pdf"], 1, r"\.png or \.svg"),
+        (["plot", "{t}/whole.npz", "-o", "{t}/a.png", "--layer", "2"], 1, "the trace has 0 to 1"),
+        (["merge", "{t}/whole.npz", "-o", "{t}/a.txt"], 1, r"an \.npz file"),
+        (["merge", "{t}/n.npy", "-o", "{t}/a.npz", "--top-k", "2", "--nodes", "4"], 1, "4x8"),
+        (["merge", "{t}/n.npy", "-o", "{t}/a.npz", "--top-k", "2", "--nodes", "3x3"], 2, "9"),
     ],
 )
-def test_commands_say_what_is_wrong(tmp_path, capsys, arguments, message):
+def test_commands_say_what_is_wrong(tmp_path, capsys, arguments, code, message):
     parts()[0].save(tmp_path / "part.npz")
     trace().save(tmp_path / "whole.npz")
     np.save(tmp_path / "n.npy", counts())
-    assert main(["trace", *(a.format(t=tmp_path) for a in arguments)]) == 1
+    (tmp_path / "folder.npz").mkdir()
+    (tmp_path / "text.npz").write_text("no zip")
+    assert main(["trace", *(a.format(t=tmp_path) for a in arguments)]) == code
     error = capsys.readouterr().err
     assert error.startswith("topoep trace: ")
+    assert "Errno" not in error
+    assert error.count("\n") == 1
     assert re.search(message, error)
 
 

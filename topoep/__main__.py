@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; those of this process if None.
 
     Returns:
-        The exit code.
+        The exit code: 0, 2 for a trace file that cannot be used (and from argparse), else 1.
     """
     parser = argparse.ArgumentParser(
         prog="python -m topoep",
@@ -36,12 +36,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         given.run(given)
-    except (CommandError, OSError, TypeError, ValueError) as error:
-        print(f"topoep {given.command}: {error}", file=sys.stderr)
-        return 1
+    except CommandError as error:
+        return _failed(given, error, error.code)
+    except OSError as error:  # without the number that its own text begins with
+        named = f"{error.filename}: " if error.filename else ""
+        return _failed(given, f"{named}{error.strerror or error}")
+    except (TypeError, ValueError) as error:
+        return _failed(given, error)
     except KeyboardInterrupt:
         return 130  # what a shell expects after an interrupt
     return 0
+
+
+def _failed(given: argparse.Namespace, message: object, code: int = 1) -> int:
+    print(f"topoep {given.command}: {message}", file=sys.stderr)
+    return code
 
 
 def _doctor(given: argparse.Namespace) -> None:

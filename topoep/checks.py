@@ -6,7 +6,6 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-import operator
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -14,13 +13,16 @@ Instance = TypeVar("Instance")
 
 
 def check_int(value: object, name: str) -> int:
-    """The value as a Python int; raises TypeError for what is no whole number (floats, strings)."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected an int") from None
+    """The value as a Python int.
+
+    Raises:
+        TypeError: it is no integer of Python or NumPy. Tensors and arrays of one element are none
+            either: a GPU would have to be waited for, and what was checked could change later.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        hint = " (.item() gives the one of a tensor or array)" if hasattr(value, "item") else ""
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected an int{hint}")
+    return int(value)
 
 
 def check_number(value: object, name: str, most: float = math.inf, unit: str = "") -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from topoep.checks import check_int, check_number, check_type
 from topoep.cost_model import CostModel
 
@@ -30,11 +32,12 @@ class Balance:
 
     Args:
         tolerance: allowed imbalance: max load <= floor(mean * (1 + tolerance)), or the mean rounded
-            up where that is more.
+            up where that is more. Rounded to a millionth; 0 for the least that integers allow.
         cross_weight: what a copy that crosses nodes costs, in copies inside a node.
 
     Raises:
-        ValueError: the tolerance is not in [0, 1000], or cross_weight not in 1 .. 1024.
+        ValueError: the tolerance is not in [0, 1000], or positive but less than a millionth;
+            cross_weight is not in 1 .. 1024.
     """
 
     tolerance: float = 0.01
@@ -42,12 +45,32 @@ class Balance:
 
     def __post_init__(self) -> None:
         check_number(self.tolerance, "tolerance", 1000.0, "(0.01 for 1 %)")
+        if self.tolerance > 0 and self.tolerance_ppm == 0:
+            raise ValueError(
+                f"tolerance is {self.tolerance!r}; tolerances are counted in millionths: expected "
+                "1e-06 or more, or 0 for the least that integers allow"
+            )
         _check_weight(self.cross_weight)
 
     @property
     def tolerance_ppm(self) -> int:
         """The tolerance in parts per million."""
         return round(self.tolerance * PARTS_PER_MILLION)
+
+    def largest_load(self, tokens: Tensor, ranks: int) -> Tensor:
+        """The largest rank load within the tolerance (docs/algorithm.md, section 2).
+
+        Args:
+            tokens: integers of any shape: routed tokens of plans.
+            ranks: R.
+
+        Returns:
+            int64, in the shape and on the device of ``tokens``.
+        """
+        tokens = tokens.long()
+        least = (tokens + ranks - 1) // ranks
+        parts = PARTS_PER_MILLION + self.tolerance_ppm
+        return least.maximum(tokens * parts // (ranks * PARTS_PER_MILLION))
 
     def to_ints(self) -> list[int]:
         """The objective as the solve op takes it."""

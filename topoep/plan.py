@@ -17,7 +17,7 @@ from torch import Tensor
 
 from topoep import ops
 from topoep.checks import check_int, check_type
-from topoep.objective import Objective, check_objective
+from topoep.objective import Balance, Objective, check_objective
 from topoep.portfolio import Candidate, choose_candidates
 from topoep.topology import Topology
 from topoep.validate import PlanArrays, validate_plan
@@ -43,8 +43,8 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         ranks = check_type(self.topology, Topology, "topology").num_ranks
-        check_int(self.num_experts, "num_experts")
-        check_int(self.spare_slots, "spare_slots")
+        for name in ("num_experts", "spare_slots"):  # a NumPy int8 would overflow in H + S
+            object.__setattr__(self, name, check_int(getattr(self, name), name))
         if not 1 <= self.num_experts <= MAX_EXPERTS:
             raise ValueError(
                 f"num_experts={self.num_experts}; expected 1 to {MAX_EXPERTS} (kMaxExperts)"
@@ -222,7 +222,8 @@ class Plan:
         counts as in-node), ``weighted_copies``, ``cross_node_tokens_before``,
         ``cross_node_tokens``, ``invalid`` (ids of this rank out of range), ``candidate`` (index of
         the winner), ``cap``, ``steps`` (dependent steps of the winner), ``predicted_ns_before`` and
-        ``predicted_ns`` (objective ``Time`` only, otherwise 0).
+        ``predicted_ns`` (objective ``Time`` only, otherwise 0). With objective ``Balance`` also
+        ``tolerance_met``: whether ``max_load`` is within its tolerance (bool).
         """
         named = dict(zip(ops.STAT_NAMES, self._stats.unbind(), strict=True))
         mean = named["tokens"].double().clamp(min=1) / self.config.num_ranks
@@ -236,6 +237,9 @@ class Plan:
             + self.config.objective.cross_weight * named["cross_node_copies"]
         )
         named["invalid"] = self.num_invalid
+        if isinstance(self.config.objective, Balance):
+            limit = self.config.objective.largest_load(named["tokens"], self.config.num_ranks)
+            named["tolerance_met"] = named["max_load"] <= limit
         return named
 
     def validate(self) -> None:

@@ -11,6 +11,7 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from topoep.checks import check_type
 from topoep.objective import PARTS_PER_MILLION, Balance, Objective, Time
@@ -29,8 +30,9 @@ class Candidate:
 
     Args:
         cap: how much load a rank may keep: ``"mean+1%"`` above the mean rank load, ``"node+1%"``
-            above the mean of the fullest node (no copy needs to cross nodes then), ``"load#5"`` the
-            fifth largest rank load, or ``"none"``, which makes the empty plan.
+            above the mean of the fullest node (no copy needs to cross nodes then), both in
+            multiples of 0.0001 %, ``"load#5"`` the fifth largest rank load, or ``"none"``, which
+            makes the empty plan.
         policy: ``"F"`` (one flat step over all ranks, near nodes first), ``"F0"`` (the same without
             that preference), or ``"H"`` (nodes first) and five digits: room threshold 0-2, exporter
             0 hottest or 2 cover-fit, round up 0-1, item order 0-2, fit 0 single or 2 pair. An ``a``
@@ -61,12 +63,16 @@ class Candidate:
     def _parse_cap(self) -> tuple[int, int]:
         if self.cap == "none":
             return _NO_COPIES, 0
-        if match := re.fullmatch(r"(mean|node)\+(\d+(?:\.\d+)?)%", self.cap):
+        if match := re.fullmatch(r"(mean|node)\+([0-9]+(?:\.[0-9]+)?)%", self.cap):
             rule = _ABOVE_MEAN if match[1] == "mean" else _ABOVE_NODE
-            if float(match[2]) > MAX_PERCENT:
+            percent = Fraction(match[2])
+            if percent > MAX_PERCENT:
                 raise ValueError(f"cap {self.cap!r}: expected at most {MAX_PERCENT} %")
-            return rule, round(float(match[2]) * PARTS_PER_MILLION / 100)
-        if match := re.fullmatch(r"load#([1-9]\d*)", self.cap):
+            ppm = percent * PARTS_PER_MILLION / 100
+            if ppm.denominator != 1:
+                raise ValueError(f"cap {self.cap!r}: expected a multiple of 0.0001 %")
+            return rule, int(ppm)
+        if match := re.fullmatch(r"load#([1-9][0-9]*)", self.cap):
             if int(match[1]) > MAX_RANKS:
                 raise ValueError(f"cap {self.cap!r}: expected load#1 to load#{MAX_RANKS}")
             return _AT_RANK_LOAD, int(match[1])

@@ -49,7 +49,7 @@ class Topology:
         num_nodes: int | None = None,
         ranks_per_node: int | None = None,
         *,
-        node_of_rank: Sequence[int] | None = None,
+        node_of_rank: Sequence[int] | Tensor | None = None,
     ) -> None:
         if node_of_rank is None:
             if num_nodes is None or ranks_per_node is None:
@@ -76,6 +76,8 @@ class Topology:
                 f"node_of_rank is a {type(node_of_rank).__name__}; expected a node for every rank, "
                 "such as [0, 0, 1, 1]"
             )
+        if isinstance(node_of_rank, Tensor):
+            node_of_rank = node_of_rank.tolist()
         nodes = [check_int(node, "a node of node_of_rank") for node in node_of_rank]
         if not 1 <= len(nodes) <= MAX_RANKS:
             raise ValueError(f"{len(nodes)} ranks; expected 1 to {MAX_RANKS} (kMaxRanks)")

@@ -16,7 +16,15 @@ from topoep.trace_import import read_trace
 
 
 class CommandError(Exception):
-    """A message for the user; the command ends with code 1."""
+    """A message for the user; the command ends with ``code``."""
+
+    code = 1
+
+
+class TraceFileError(CommandError):
+    """A file that was given as a trace cannot be used."""
+
+    code = 2
 
 
 def need(*packages: str) -> None:
@@ -51,8 +59,22 @@ def nodes(text: str) -> Topology:
 
 
 def load(path: Path, given: argparse.Namespace) -> Trace:
-    """A trace, or foreign counts with the options of ``add_import_options``."""
-    return read_trace(path, given.top_k, nodes(given.nodes) if given.nodes else None)
+    """A trace, or foreign counts with the options of ``add_import_options``.
+
+    Raises:
+        TraceFileError: there is no such file, or it holds something else.
+        ValueError: ``--nodes`` is malformed.
+    """
+    topology = nodes(given.nodes) if given.nodes else None
+    try:
+        return read_trace(path, given.top_k, topology)
+    except OSError as error:
+        raise TraceFileError(
+            f"{path}: {error.strerror or error}; expected a trace that topoep.Recorder or the demo "
+            "wrote (.npz), or counts (.npz, .npy or .csv)"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise TraceFileError(" ".join(str(error).split())) from None
 
 
 @contextmanager

@@ -68,7 +68,7 @@ class Cluster:
         """
         if text.endswith(".json"):
             return cls._from_json(read_object(Path(text)), text)
-        match = re.fullmatch(r"(?:(\d{1,4})x)?(?:(\d{1,4})x)?([A-Za-z]\w*)", text)
+        match = re.fullmatch(r"(?:(\d{1,4})x)?(?:(\d{1,4})x)?([A-Za-z]\w*)", text, re.ASCII)
         if not match:
             raise ValueError(
                 f"cluster {text!r}; expected nodes x hardware (4xH800), nodes x ranks per node x "

@@ -54,6 +54,17 @@ def notes(result: Result) -> list[str]:
     trace = request.trace
     lines = [PREDICTION]
     available = trace.num_steps * trace.num_layers
+    wanted = trace.meta.get("tokens")
+    if "scaled_to_tokens" not in trace.meta and wanted and round(request.tokens) != wanted:
+        lines.append(
+            f"The generator draws every count at random for {wanted} tokens per rank; "
+            f"{request.tokens:.0f} came of it on average."
+        )
+    if request.spare_slots == 0:
+        lines.append(
+            "Without spare slots nothing can be copied; planning still takes time, which is all "
+            "that a loss of planners without copies is. Only LLEP, which knows no limit, copies."
+        )
     sampled = [p for p in result.planners if p.microbatches < available]
     if sampled:
         lines.append(

@@ -346,7 +346,8 @@ def generate(
         topology: R ranks and their nodes; for ``hot_node`` the first node is the hot one.
         experts: E, a multiple of R.
         top_k: experts per token.
-        tokens: of a rank.
+        tokens: of a rank; but for W0 every count is drawn, so that there are a few more or less
+            (in W4 about half).
         skew: largest rank load over the mean, for all but the W patterns. 1 is uniform routing.
         steps: microbatches.
         layers: each with a popularity of its own.
@@ -391,7 +392,7 @@ def generate(
         else:
             part = skewed(name, ranks, experts, skew, own, steps, node_ranks, **sizes)
         counts[:, layer] = part
-    meta = {"generator": name, "seed": seed}
+    meta = {"generator": name, "seed": seed, "tokens": tokens}
     if name not in MEGATRON:
         meta["skew"] = skew
     return Trace(counts, topology.node_of_rank, top_k, meta=meta)
