@@ -441,9 +441,13 @@ class Balancer:
                 None, lambda: group([t.new_empty((0, *t.shape[1:])) for t in flat])
             )
         self._forget_unreleased(plan)
-        lease = Lease(
-            self.transport, self._pool(per_rank), plan, per_rank, find_twin(plan, per_rank)
+        twin = find_twin(plan, per_rank)
+        # A recomputation whose forward pass took slots that cannot be told has its own: backward
+        # fetches into those, and would not notice that what was saved aliases others.
+        own = self.replica_policy == "keep" or (
+            twin is None and in_backward() and bool(plan.usage.forward.alive())
         )
+        lease = Lease(self.transport, self._pool(per_rank, own), plan, per_rank, twin)
         copies = Copies(lease, flat, since)
         plan.usage.current(in_backward()).leases.append(weakref.ref(lease))
         self._unreleased.setdefault((plan.token, in_backward()), []).append(copies)
@@ -646,14 +650,14 @@ class Balancer:
                     )
         return per_rank
 
-    def _pool(self, weights: Sequence[Weights]) -> BufferPool:
-        """The slots for weights of this shape: shared, or new ones for every call with "keep"."""
+    def _pool(self, weights: Sequence[Weights], own: bool) -> BufferPool:
+        """The slots for weights of this shape: shared, or new ones of the caller's own."""
         like = [tuple(t.new_empty((0, *t.shape[1:])) for t in tensors) for tensors in weights]
 
         def make() -> SlotBuffer:
             return SlotBuffer(like, self.spare_slots)
 
-        if self.replica_policy == "keep":
+        if own:
             return BufferPool(make, 1)
         key = shapes_of(weights)
         if key not in self._pools:

@@ -55,7 +55,7 @@ class BufferPool:
 
     Args:
         make: makes a buffer.
-        size: how many at most; each is made when it is first needed.
+        size: how many; each is made when it is first used.
     """
 
     def __init__(self, make: Callable[[], SlotBuffer], size: int) -> None:
@@ -88,11 +88,16 @@ class BufferPool:
         holders = [buffer.holder() for buffer in self._buffers]
         free = [b for b, holder in zip(self._buffers, holders, strict=True) if holder is None]
         own = sum(h is not None and h.plan.token == plan.token for h in holders)
-        chosen = next((b for b in free if not b.in_backward), None)
-        if chosen is None and len(self._buffers) < self._size + own:
-            chosen = self._make()
-            self._buffers.append(chosen)
-        return next(iter(free), None) if chosen is None else chosen
+        if in_backward():
+            unused = [b for b in free if not b.in_backward]
+            if unused:
+                return unused[0]
+        # In forward plans take turns at all of them, so that those of neighbouring layers differ
+        # and backward can fetch for the next layer while this one still computes.
+        if len(self._buffers) < self._size + own:
+            self._buffers.append(self._make())
+            return self._buffers[-1]
+        return next(iter(free), None)
 
 
 class Lease:
@@ -113,9 +118,10 @@ class Lease:
         self.released = not torch.is_grad_enabled()
         self.in_use = True  # until the experts' output is released
         self._content = self._identity()
-        # A recomputation finds the copies that the backward of its forward pass has fetched.
-        self._twin = twin if twin is not None and twin.is_fresh() else None
-        self.buffer: SlotBuffer = pool.choose(plan) if self._twin is None else self._twin.buffer
+        # A recomputation computes with the slots of its forward pass: what it saves for backward
+        # aliases them, and backward fetches the copies there.
+        self._twin = twin
+        self.buffer: SlotBuffer = pool.choose(plan) if twin is None else twin.buffer
         self._fill = -1  # the fill that this lease's users see
         self.backward_began = Pending()  # where the current stream was when backward came here
 
@@ -126,13 +132,16 @@ class Lease:
         """Starts to fill the buffer and hands out aliases of it.
 
         Always a transfer, whatever the slots hold: whether they hold it already is something that
-        ranks could find different answers to, and a transfer takes all of them.
+        ranks could find different answers to, and a transfer takes all of them. Only a
+        recomputation relies on what backward has fetched, on all ranks alike.
         """
-        if self._twin is None:
+        twin, self._twin = self._twin, None
+        if twin is None:
             self._fetch()
         else:
-            self._fill = self._twin._fill
-            self._twin = None
+            if not twin.is_fresh():
+                twin.start_retake()
+            self._fill = twin._fill
         if not in_backward():
             self.buffer.lease = weakref.ref(self)
             self.buffer.in_backward = False
