@@ -121,9 +121,10 @@ class Balancer:
         objective: what makes a plan good; ``Balance(0.01)`` if None.
         replica_policy: ``"refetch"``: all layers share the spare slots, backward fetches the copies
             again; ``"keep"``: every call has its own, kept until its backward.
-        slot_buffers: sets of spare slots per shape of expert weights, for ``"refetch"``: how many
-            plans can be between replicate and release at a time (pipeline schedules that
-            interleave microbatches, or fetch the next layer's copies early).
+        slot_buffers: sets of spare slots per shape of expert weights, for ``"refetch"``; plans take
+            turns at them. How many plans can be between replicate and release at a time (pipeline
+            schedules that interleave microbatches, or fetch the next layer's copies early), or
+            between replicate and :meth:`prefetch`.
         comm_sms: SMs that a transfer kernel of transport ``nccl`` takes.
         solver: ``"portfolio"`` or ``"taot"``, see :func:`topoep.solve`.
         candidates: what to try instead of the default list.
@@ -489,20 +490,30 @@ class Balancer:
             del self._unreleased[key]
 
     def prefetch(self, outputs: TensorOrList, plan: Plan) -> TensorOrList:
-        """Identity on the output of the layer whose backward starts to fetch the copies again.
+        """Identity whose backward starts to fetch the copies again that :meth:`release` waits for.
 
-        For layers that send outputs back to other ranks after :meth:`release`: with transport
-        ``nccl`` the copies then travel beside the gradients. Optional.
+        With transport ``nccl`` they travel beside all that backward does from here to the experts.
+        Place it at least on the layer's own output, beside whose gradients they then travel; or
+        further up, on hidden states that are computed later: ``slot_buffers=n`` lets it pass n - 1
+        other plans. Optional, and any number of times, but on every rank alike: backward is
+        collective. Nothing is fetched twice.
 
         Args:
-            outputs: what was computed from the released outputs, say the combined tokens.
+            outputs: what was computed since :meth:`release`: the combined tokens, or the hidden
+                states after a later layer. They must require gradients on all ranks or on none.
             plan: the plan given to :meth:`release`.
+
+        Raises:
+            RuntimeError: more plans replicated in between than there are ``slot_buffers`` for, or
+                FSDP has freed the weights.
         """
         self._check_plan(plan)
         held = self._held(outputs, "outputs")
         usage = plan.usage.recomputed if in_backward() else plan.usage.forward
         leases = usage.alive()
-        if self.replica_policy == "refetch" and leases:
+        reached = torch.is_grad_enabled() and any(t.requires_grad for t in held)
+        if self.replica_policy == "refetch" and leases and reached:
+            self._debug_check("prefetch", plan)
             held = tuple(prefetch(leases, held))
         return self._like(outputs, list(held))
 

@@ -156,9 +156,34 @@ class Lease:
                 "step, or an in-place update); their copies cannot be fetched again. Run backward "
                 "before the weights change"
             )
+        self._check_there()
         if not self.is_fresh():
             self._fetch()
         self.buffer.in_backward = True
+
+    def check_prefetch(self) -> None:
+        """Raises RuntimeError unless backward can start to fetch again where forward is now.
+
+        Backward comes to other plans between here and this lease in the reverse order, and would
+        find their copies overwritten. That shows in forward: those plans have filled the buffer.
+        """
+        if not self.is_fresh():
+            raise RuntimeError(
+                "prefetch is placed where backward would fetch copies into spare slots that "
+                "another plan's backward still needs: since replicate of this plan, that one has "
+                "taken the same slots. Use Balancer(slot_buffers=..) with one more for each plan "
+                "in between, or place prefetch before the next layer that replicates"
+            )
+        self._check_there()
+
+    def _check_there(self) -> None:
+        if any(t.numel() and not t.untyped_storage().nbytes() for w in self.weights for t in w):
+            raise RuntimeError(
+                "the weights of the experts are not in memory where their copies are to be fetched "
+                "again: FSDP frees them after forward, and gathers them only when backward comes "
+                "to their module. Use fully_shard(experts, reshard_after_forward=False), or place "
+                "prefetch inside of that module's forward"
+            )
 
     def is_fresh(self) -> bool:
         """Whether the buffer holds what was last fetched for this lease."""
@@ -386,5 +411,8 @@ def release(
 
 
 def prefetch(leases: Sequence[Lease], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Identity on what was computed from the released outputs; see _Prefetch."""
+    """Identity on what was computed since the release; see _Prefetch."""
+    if not in_backward():
+        for lease in leases:
+            lease.check_prefetch()
     return list(_Prefetch.apply(leases, *outputs))
