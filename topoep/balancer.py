@@ -289,7 +289,7 @@ class Balancer:
         """Makes the plan from counts that all ranks know already; no communication.
 
         Args:
-            counts: int32 ``[R, E]``, the same on all ranks.
+            counts: int32 ``[R, E]``, the same on all ranks. Kept without a copy.
 
         Raises:
             TypeError, ValueError: as for :func:`topoep.solve`.
