@@ -202,6 +202,7 @@ class BalancedExperts(nn.Module):
             combined.append(bal.history(self).mark(used, plan))
         return bal.prefetch(combined if local else combined[0], plan)
 
+    @torch.compiler.disable  # as forward
     def prefetch(self, hidden: TensorOrList) -> TensorOrList:
         """Identity whose backward starts to fetch the copies of the last forward pass again.
 

@@ -20,6 +20,7 @@ from tests.distributed.reference import make_problem
 from tests.distributed.test_experts import HIDDEN, Setup, build_layers, problems_of
 from tests.distributed.test_streams import balancer_with_streams, check_launches
 from tests.distributed.test_transports import hot_counts
+from topoep.recompute import in_backward
 
 NODES, TOKENS = [0, 0, 1, 1], [24, 9, 0, 30]
 LAYERS = 4
@@ -368,3 +369,31 @@ def test_weights_that_fsdp_has_freed_are_refused_in_forward():
     for text in run_ranks(4, with_fsdp, True):
         assert "fully_shard(experts, reshard_after_forward=False)" in text
     assert run_ranks(4, with_fsdp, False) == ["equal"] * 4
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_fetches_early_too(backend):
+    stack, problems = local_layers(2, 3)
+    started = []
+    start = stack[0].balancer.transport.start_replicate
+
+    def start_replicate(plan, *arguments):
+        started.append(in_backward())
+        return start(plan, *arguments)
+
+    stack[0].balancer.transport.start_replicate = start_replicate
+
+    def model(*h):
+        for i, layer in enumerate(stack):
+            ys = run(layer, problems, list(h))
+            h = [x * 2 + y for x, y in zip(h, ys, strict=True)]
+            h = stack[i - 1].prefetch(h) if i else h
+        return sum(y.sum() for y in h)
+
+    grads = []
+    for function in (model, torch.compile(model, backend=backend)):
+        xs = [p.x.clone().requires_grad_() for p in problems]
+        function(*xs).backward()
+        grads.append(torch.cat([x.grad for x in xs]))
+    assert torch.equal(*grads)
+    assert started == [False, False, False, True] * 2
