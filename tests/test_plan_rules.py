@@ -597,6 +597,7 @@ def test_validate_accepts_every_plan(plan: Plan) -> None:
 HOT = strategies.written_case(
     [[40, 1, 30, 1, 1, 1, 1, 1]] * 4, node_of_rank=[0, 0, 1, 1], spare_slots=2
 )
+SOLVED = "the counts are those that were solved"
 SLOTS_HOLD = "a spare slot holds an expert or -1"
 ONE_HOLDER = "at most one copy of an expert on a rank"
 SOURCE = "a copy comes from its home or the first holder of its node"
@@ -716,6 +717,7 @@ def arrays(plan: Plan, split: np.ndarray) -> PlanArrays:
         rank=None,
         send=None,
         recv=None,
+        stats={name: int(value) for name, value in plan.stats().items()},
         split=lambda: split,
     )
 
@@ -743,6 +745,24 @@ def test_validate_names_the_rule_that_a_corrupted_split_breaks() -> None:
     for changes, rule in corruptions:
         with pytest.raises(ValueError, match=f"breaks the rule '{rule}'"):
             validate_plan(arrays(plan, split_with(plan, changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({(0, 1): 1}, "tokens"),
+        ({(0, 0): -1, (0, 2): 1}, "max_load_before"),
+        ({(0, 0): -1, (2, 0): 1}, "cross_node_tokens_before"),
+    ],
+    ids=["more tokens", "experts of two ranks", "ranks of two nodes"],
+)
+def test_validate_notices_counts_that_were_changed_in_place(changes, name) -> None:
+    plan = solved(HOT)
+    plan.validate()
+    for place, change in changes.items():
+        plan.counts[place] += change
+    with pytest.raises(ValueError, match=f"'{SOLVED}': the counts give {name} = .* clone"):
+        plan.validate()
 
 
 @pytest.mark.parametrize(

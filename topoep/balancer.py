@@ -121,9 +121,10 @@ class Balancer:
         objective: what makes a plan good; ``Balance(0.01)`` if None.
         replica_policy: ``"refetch"``: all layers share the spare slots, backward fetches the copies
             again; ``"keep"``: every call has its own, kept until its backward.
-        slot_buffers: sets of spare slots per shape of expert weights, for ``"refetch"``: how many
-            plans can be between replicate and release at a time (pipeline schedules that
-            interleave microbatches, or fetch the next layer's copies early).
+        slot_buffers: sets of spare slots per shape of expert weights, for ``"refetch"``; plans take
+            turns at them. How many plans can be between replicate and release at a time (pipeline
+            schedules that interleave microbatches, or fetch the next layer's copies early), or
+            between replicate and :meth:`prefetch`.
         comm_sms: SMs that a transfer kernel of transport ``nccl`` takes.
         solver: ``"portfolio"`` or ``"taot"``, see :func:`topoep.solve`.
         candidates: what to try instead of the default list.
@@ -288,7 +289,7 @@ class Balancer:
         """Makes the plan from counts that all ranks know already; no communication.
 
         Args:
-            counts: int32 ``[R, E]``, the same on all ranks.
+            counts: int32 ``[R, E]``, the same on all ranks. Kept without a copy.
 
         Raises:
             TypeError, ValueError: as for :func:`topoep.solve`.
@@ -441,9 +442,13 @@ class Balancer:
                 None, lambda: group([t.new_empty((0, *t.shape[1:])) for t in flat])
             )
         self._forget_unreleased(plan)
-        lease = Lease(
-            self.transport, self._pool(per_rank), plan, per_rank, find_twin(plan, per_rank)
+        twin = find_twin(plan, per_rank)
+        # A recomputation whose forward pass took slots that cannot be told has its own: backward
+        # fetches into those, and would not notice that what was saved aliases others.
+        own = self.replica_policy == "keep" or (
+            twin is None and in_backward() and bool(plan.usage.forward.alive())
         )
+        lease = Lease(self.transport, self._pool(per_rank, own), plan, per_rank, twin)
         copies = Copies(lease, flat, since)
         plan.usage.current(in_backward()).leases.append(weakref.ref(lease))
         self._unreleased.setdefault((plan.token, in_backward()), []).append(copies)
@@ -485,20 +490,30 @@ class Balancer:
             del self._unreleased[key]
 
     def prefetch(self, outputs: TensorOrList, plan: Plan) -> TensorOrList:
-        """Identity on the output of the layer whose backward starts to fetch the copies again.
+        """Identity whose backward starts to fetch the copies again that :meth:`release` waits for.
 
-        For layers that send outputs back to other ranks after :meth:`release`: with transport
-        ``nccl`` the copies then travel beside the gradients. Optional.
+        With transport ``nccl`` they travel beside all that backward does from here to the experts.
+        Place it at least on the layer's own output, beside whose gradients they then travel; or
+        further up, on hidden states that are computed later: ``slot_buffers=n`` lets it pass n - 1
+        other plans. Optional, and any number of times, but on every rank alike: backward is
+        collective. Nothing is fetched twice.
 
         Args:
-            outputs: what was computed from the released outputs, say the combined tokens.
+            outputs: what was computed since :meth:`release`: the combined tokens, or the hidden
+                states after a later layer. They must require gradients on all ranks or on none.
             plan: the plan given to :meth:`release`.
+
+        Raises:
+            RuntimeError: more plans replicated in between than there are ``slot_buffers`` for, or
+                FSDP has freed the weights.
         """
         self._check_plan(plan)
         held = self._held(outputs, "outputs")
         usage = plan.usage.recomputed if in_backward() else plan.usage.forward
         leases = usage.alive()
-        if self.replica_policy == "refetch" and leases:
+        reached = torch.is_grad_enabled() and any(t.requires_grad for t in held)
+        if self.replica_policy == "refetch" and leases and reached:
+            self._debug_check("prefetch", plan)
             held = tuple(prefetch(leases, held))
         return self._like(outputs, list(held))
 
@@ -646,14 +661,14 @@ class Balancer:
                     )
         return per_rank
 
-    def _pool(self, weights: Sequence[Weights]) -> BufferPool:
-        """The slots for weights of this shape: shared, or new ones for every call with "keep"."""
+    def _pool(self, weights: Sequence[Weights], own: bool) -> BufferPool:
+        """The slots for weights of this shape: shared, or new ones of the caller's own."""
         like = [tuple(t.new_empty((0, *t.shape[1:])) for t in tensors) for tensors in weights]
 
         def make() -> SlotBuffer:
             return SlotBuffer(like, self.spare_slots)
 
-        if self.replica_policy == "keep":
+        if own:
             return BufferPool(make, 1)
         key = shapes_of(weights)
         if key not in self._pools:

@@ -27,7 +27,7 @@ def debug_mode() -> bool:
 
 
 #: The collective calls of a Balancer, as ranks tell each other.
-CALLS = ("plan", "plan_from_counts", "replicate", "reduce_grads")
+CALLS = ("plan", "plan_from_counts", "replicate", "prefetch", "reduce_grads")
 
 
 def check_call(

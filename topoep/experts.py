@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -91,6 +92,7 @@ class BalancedExperts(nn.Module):
                 raise ValueError(f"{name}={size}; expected at least 1")
         self.balancer = balancer
         self.num_chunks = num_chunks
+        self._last_plan: weakref.ref[Plan] | None = None
         self._chunks = _slot_ranges(check_int(num_chunks, "num_chunks"), balancer)
         held = len(balancer.held_ranks) * balancer.config.experts_per_rank
 
@@ -160,6 +162,7 @@ class BalancedExperts(nn.Module):
             plan = bal.plan(ids if local else ids[0], layer=self)
         else:
             _check_plan_is_for(plan, ids, bal)
+        self._last_plan = weakref.ref(plan)
         rerouted = bal.reroute(ids if local else ids[0], plan)
         physical = [rerouted] if isinstance(rerouted, Tensor) else list(rerouted)
         rows = [plan if plan.rank == rank else plan.for_rank(rank) for rank in bal.held_ranks]
@@ -198,6 +201,25 @@ class BalancedExperts(nn.Module):
             used = ops.combine(y, pair_of_row[: y.shape[0]], row_of_pair, w.to(dtype))
             combined.append(bal.history(self).mark(used, plan))
         return bal.prefetch(combined if local else combined[0], plan)
+
+    @torch.compiler.disable  # as forward
+    def prefetch(self, hidden: TensorOrList) -> TensorOrList:
+        """Identity whose backward starts to fetch the copies of the last forward pass again.
+
+        For hidden states that are computed later, say the output of the next block: the copies then
+        travel while that block is in backward. Without it they travel beside the gradients of this
+        layer's own output. Call it on every rank. How far up it may be placed, and what it raises,
+        is said at :meth:`topoep.Balancer.prefetch`, which also takes a plan: use that one where
+        microbatches alternate between layers.
+
+        Args:
+            hidden: hidden states; a list with an entry per rank where ranks are simulated.
+        """
+        if self._last_plan is None:
+            raise RuntimeError("prefetch comes after a forward pass of the layer; there was none")
+        plan = self._last_plan()
+        # Without autograd nothing keeps the plan, and nothing will be fetched.
+        return hidden if plan is None else self.balancer.prefetch(hidden, plan)
 
     def _home_weights(self) -> list[Weights]:
         """The weights of each held rank's home experts."""

@@ -245,6 +245,9 @@ class Plan:
     def validate(self) -> None:
         """Checks every rule of a plan on the host; a debugging aid, it waits for the device.
 
+        Among them that the counts, which are the caller's tensor, still give the numbers of tokens
+        that the solve found.
+
         Raises:
             ValueError: names the broken rule and the first place that breaks it.
         """
@@ -260,6 +263,7 @@ class Plan:
             rank=self.rank,
             send=None if self.send is None else self.send.cpu().numpy(),
             recv=None if self.recv is None else self.recv.cpu().numpy(),
+            stats=dict(zip(ops.STAT_NAMES, self._stats.tolist(), strict=True)),
         )
         validate_plan(arrays)
 
@@ -347,7 +351,7 @@ def solve(
     Args:
         counts: int32 ``[R, E]`` on the CPU or a GPU: tokens that source rank r routes to expert e.
             Expert e lives on rank ``e // (E / R)``. The plan keeps them without a copy: do not
-            change them while it is in use.
+            change them while it is in use (``plan.validate()`` looks for that).
         topology: R ranks and their nodes.
         spare_slots: S, copies that a rank can hold.
         objective: ``Balance(0.01)`` if None.

@@ -55,7 +55,7 @@ class BufferPool:
 
     Args:
         make: makes a buffer.
-        size: how many at most; each is made when it is first needed.
+        size: how many; each is made when it is first used.
     """
 
     def __init__(self, make: Callable[[], SlotBuffer], size: int) -> None:
@@ -88,11 +88,16 @@ class BufferPool:
         holders = [buffer.holder() for buffer in self._buffers]
         free = [b for b, holder in zip(self._buffers, holders, strict=True) if holder is None]
         own = sum(h is not None and h.plan.token == plan.token for h in holders)
-        chosen = next((b for b in free if not b.in_backward), None)
-        if chosen is None and len(self._buffers) < self._size + own:
-            chosen = self._make()
-            self._buffers.append(chosen)
-        return next(iter(free), None) if chosen is None else chosen
+        if in_backward():
+            unused = [b for b in free if not b.in_backward]
+            if unused:
+                return unused[0]
+        # In forward plans take turns at all of them, so that those of neighbouring layers differ
+        # and backward can fetch for the next layer while this one still computes.
+        if len(self._buffers) < self._size + own:
+            self._buffers.append(self._make())
+            return self._buffers[-1]
+        return next(iter(free), None)
 
 
 class Lease:
@@ -113,9 +118,10 @@ class Lease:
         self.released = not torch.is_grad_enabled()
         self.in_use = True  # until the experts' output is released
         self._content = self._identity()
-        # A recomputation finds the copies that the backward of its forward pass has fetched.
-        self._twin = twin if twin is not None and twin.is_fresh() else None
-        self.buffer: SlotBuffer = pool.choose(plan) if self._twin is None else self._twin.buffer
+        # A recomputation computes with the slots of its forward pass: what it saves for backward
+        # aliases them, and backward fetches the copies there.
+        self._twin = twin
+        self.buffer: SlotBuffer = pool.choose(plan) if twin is None else twin.buffer
         self._fill = -1  # the fill that this lease's users see
         self.backward_began = Pending()  # where the current stream was when backward came here
 
@@ -126,13 +132,16 @@ class Lease:
         """Starts to fill the buffer and hands out aliases of it.
 
         Always a transfer, whatever the slots hold: whether they hold it already is something that
-        ranks could find different answers to, and a transfer takes all of them.
+        ranks could find different answers to, and a transfer takes all of them. Only a
+        recomputation relies on what backward has fetched, on all ranks alike.
         """
-        if self._twin is None:
+        twin, self._twin = self._twin, None
+        if twin is None:
             self._fetch()
         else:
-            self._fill = self._twin._fill
-            self._twin = None
+            if not twin.is_fresh():
+                twin.start_retake()
+            self._fill = twin._fill
         if not in_backward():
             self.buffer.lease = weakref.ref(self)
             self.buffer.in_backward = False
@@ -147,9 +156,34 @@ class Lease:
                 "step, or an in-place update); their copies cannot be fetched again. Run backward "
                 "before the weights change"
             )
+        self._check_there()
         if not self.is_fresh():
             self._fetch()
         self.buffer.in_backward = True
+
+    def check_prefetch(self) -> None:
+        """Raises RuntimeError unless backward can start to fetch again where forward is now.
+
+        Backward comes to other plans between here and this lease in the reverse order, and would
+        find their copies overwritten. That shows in forward: those plans have filled the buffer.
+        """
+        if not self.is_fresh():
+            raise RuntimeError(
+                "prefetch is placed where backward would fetch copies into spare slots that "
+                "another plan's backward still needs: since replicate of this plan, that one has "
+                "taken the same slots. Use Balancer(slot_buffers=..) with one more for each plan "
+                "in between, or place prefetch before the next layer that replicates"
+            )
+        self._check_there()
+
+    def _check_there(self) -> None:
+        if any(t.numel() and not t.untyped_storage().nbytes() for w in self.weights for t in w):
+            raise RuntimeError(
+                "the weights of the experts are not in memory where their copies are to be fetched "
+                "again: FSDP frees them after forward, and gathers them only when backward comes "
+                "to their module. Use fully_shard(experts, reshard_after_forward=False), or place "
+                "prefetch inside of that module's forward"
+            )
 
     def is_fresh(self) -> bool:
         """Whether the buffer holds what was last fetched for this lease."""
@@ -377,5 +411,8 @@ def release(
 
 
 def prefetch(leases: Sequence[Lease], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Identity on what was computed from the released outputs; see _Prefetch."""
+    """Identity on what was computed since the release; see _Prefetch."""
+    if not in_backward():
+        for lease in leases:
+            lease.check_prefetch()
     return list(_Prefetch.apply(leases, *outputs))

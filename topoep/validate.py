@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+_MAX_TOKENS = 2**31 - 1  # kMaxTokens
 
 IntArray = npt.NDArray[np.integer]
 
@@ -27,6 +29,8 @@ class PlanArrays:
     rank: int | None
     send: IntArray | None
     recv: IntArray | None
+    #: ``tokens``, ``max_load_before`` and ``cross_node_tokens_before`` as the solve found them.
+    stats: Mapping[str, int]
     #: Computes ``[R, P]``; called once the slots are known to make sense.
     split: Callable[[], IntArray]
 
@@ -51,6 +55,26 @@ class _Rules:
     @functools.cached_property
     def split(self) -> IntArray:
         return self.plan.split().astype(np.int64)
+
+    def counts_are_those_solved(self) -> str | None:
+        """The plan keeps the caller's tensor, which may have been written to since."""
+        load = self.counts.sum(0).reshape(self.ranks, self.home_slots).sum(1)
+        home = np.repeat(self.node, self.home_slots)
+        crossing = self.counts[self.node[:, None] != home[None, :]]
+        found = {
+            "tokens": self.counts.sum(),
+            "max_load_before": load.max(),
+            "cross_node_tokens_before": crossing.sum(),
+        }
+        for name, value in found.items():
+            if value != self.plan.stats[name]:
+                return (
+                    f"the counts give {name} = {value}, the solve found {self.plan.stats[name]}. "
+                    "Were they changed in place since? Solve again, or give solve() a clone()"
+                )
+            if value > _MAX_TOKENS:
+                return None  # counts that no plan covers: the empty plan, and no other numbers
+        return None
 
     def slots_hold_experts(self) -> str | None:
         bad = (self.slot_expert < -1) | (self.slot_expert >= self.experts)
@@ -156,6 +180,7 @@ def _first(mask: npt.NDArray[np.bool_]) -> tuple[int, ...]:
 
 
 _RULES = {
+    "the counts are those that were solved": _Rules.counts_are_those_solved,
     "a spare slot holds an expert or -1": _Rules.slots_hold_experts,
     "a copy serves tokens, an empty slot none": _Rules.tokens_fit_slots,
     "at most one copy of an expert on a rank": _Rules.one_holder_per_rank,

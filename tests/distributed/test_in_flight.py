@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import topoep
+from tests.distributed.reference import make_problem
 
 TOPOLOGY = topoep.Topology(num_nodes=1, ranks_per_node=2)
 
@@ -91,7 +93,7 @@ def test_as_many_plans_at_a_time_as_buffers(buffers):
     assert grads == [2.0 * used.count(e) for e in range(4)]
 
 
-def test_buffers_are_made_only_when_they_are_needed(monkeypatch):
+def test_plans_take_turns_at_the_buffers_which_are_made_when_first_used(monkeypatch):
     made = []
     original = topoep.balancer.SlotBuffer
 
@@ -101,11 +103,82 @@ def test_buffers_are_made_only_when_they_are_needed(monkeypatch):
 
     monkeypatch.setattr("topoep.balancer.SlotBuffer", counting)
     balancer = make_balancer(slot_buffers=3)
-    weights = make_weights()
-    for expert in (0, 3, 1):
+    weights, used = make_weights(), []
+    for n, expert in enumerate((0, 3, 1, 2, 0, 3)):
         plan = plan_with_copy_of(balancer, expert)
-        balancer.release(compute(balancer.replicate(weights, plan)), plan)
-    assert len(made) == 1
+        guests = balancer.replicate(weights, plan)
+        used.append(guests[0][0].data_ptr())
+        balancer.release(compute(guests), plan)
+        assert len(made) == min(n + 1, 3)
+    assert len(set(used)) == 3
+    assert used[3:] == used[:3]
+
+
+def grads_of_layers(buffers: int, recompute: bool, layers: int = 4) -> list[torch.Tensor]:
+    """Of layers in one checkpointed function, whose recomputation fetches for all of them first."""
+    torch.manual_seed(0)
+    balancer = topoep.Balancer(topoep.Topology(2, 2), 8, 2, slot_buffers=buffers)
+    stack = [
+        topoep.BalancedExperts(8, 12, 8, balancer=balancer, dtype=torch.float64)
+        for _ in range(layers)
+    ]
+    problems = [make_problem(rank, 20 + rank, 2, 8, 12, torch.float64) for rank in range(4)]
+    xs = [p.x.clone().requires_grad_() for p in problems]
+
+    def segment(*h):
+        for layer in stack:
+            ys = layer(list(h), [p.ids for p in problems], [p.weights for p in problems])
+            h = tuple(x + y for x, y in zip(h, ys, strict=True))
+        return h
+
+    contexts = {"context_fn": balancer.checkpoint_contexts}
+    ys = checkpoint(segment, *xs, use_reentrant=False, **contexts) if recompute else segment(*xs)
+    torch.autograd.backward(ys, [p.grad_y for p in problems])
+    return [x.grad for x in xs] + [p.grad for layer in stack for p in layer.parameters()]
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_several_layers_in_one_checkpoint(buffers):
+    """Each layer's slots are in backward where its recomputation has saved them."""
+    expected = grads_of_layers(1, recompute=False)
+    for grad, wanted in zip(grads_of_layers(buffers, recompute=True), expected, strict=True):
+        assert torch.equal(grad, wanted)
+
+
+def grads_of_plans_used_twice(buffers: int, recompute: bool, replicates: int) -> list[torch.Tensor]:
+    """A recomputation cannot tell which slots its forward pass took."""
+    torch.manual_seed(0)
+    balancer = make_balancer(slot_buffers=buffers)
+    plans = [plan_with_copy_of(balancer, expert) for expert in (0, 3, 1)]
+    weights = [[make_weights() for _ in range(replicates)] for _ in plans]
+
+    def segment(x):
+        for plan, layer_weights in zip(plans, weights, strict=True):
+            outputs = [x, x]
+            for w in layer_weights:
+                guests = balancer.replicate(w, plan)
+                filled = (plan.slot_expert >= 0).unsqueeze(2)
+                outputs = [
+                    y * (copies * used).sum()
+                    for y, (copies,), used in zip(outputs, guests, filled, strict=True)
+                ]
+            x = x + sum(balancer.release([y.tanh() for y in outputs], plan))
+        return x
+
+    x = torch.tensor([0.1, 0.2], requires_grad=True)
+    segment(x.detach())  # the first use of the plans
+    y = checkpoint(segment, x, use_reentrant=False) if recompute else segment(x)
+    y.sum().backward()
+    return [x.grad] + [w.grad for ws in weights for pairs in ws for (w,) in pairs]
+
+
+@pytest.mark.parametrize("replicates", [1, 2])
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_a_recomputation_that_cannot_tell_its_slots_has_its_own(buffers, replicates):
+    expected = grads_of_plans_used_twice(buffers, False, replicates)
+    got = grads_of_plans_used_twice(buffers, True, replicates)
+    for grad, wanted in zip(got, expected, strict=True):
+        assert torch.equal(grad, wanted)
 
 
 def test_the_asynchronous_form_gives_what_the_synchronous_one_gives():

@@ -185,7 +185,7 @@ class StreamPlane(FakePlane):
         super().reduce(*arguments)
 
 
-def balancer_with_streams(patch: pytest.MonkeyPatch) -> tuple[topoep.Balancer, Streams]:
+def balancer_with_streams(patch: pytest.MonkeyPatch, **options) -> tuple[topoep.Balancer, Streams]:
     streams = Streams(patch)
     topology, group = topoep.Topology(node_of_rank=NODES), dist.group.WORLD
     plane = StreamPlane(topology, group)
@@ -193,7 +193,7 @@ def balancer_with_streams(patch: pytest.MonkeyPatch) -> tuple[topoep.Balancer, S
     transport = nccl.NcclTransport(topology, group, plane)
     patch.setattr("topoep.balancer.make_transport", lambda *arguments: transport)
     streams.follow(replicas._Replicate)
-    return topoep.Balancer(topology, EXPERTS, SPARE, group=group), streams
+    return topoep.Balancer(topology, EXPERTS, SPARE, group=group, **options), streams
 
 
 def check_launches(log: list[str]) -> None:
