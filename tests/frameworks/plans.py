@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from topoep import Balancer, Plan, ops
+from topoep import Balancer, Even, Plan, ops
+from topoep.portfolio import EMPTY_PLAN
 
 #: Chooses the experts in every rank's spare slots from counts int32 [R, E].
 Chooser = Callable[[Balancer, Tensor], list[list[int]]]
@@ -86,6 +87,10 @@ def make_plan(
     copy_slots[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
     table = config.topology.table("cpu")
     split = ops.split(counts, table, slot_expert, slot_tokens)
+    # Those of the empty plan: right in what they say of the counts.
+    *_, stats = ops.solve(
+        counts, table, config.spare_slots, [EMPTY_PLAN.pack()], Even().to_ints(), -1
+    )
     plan = Plan(
         config,
         counts,
@@ -98,7 +103,7 @@ def make_plan(
         send=None,
         recv=None,
         num_invalid=torch.zeros((), dtype=torch.int32),
-        _stats=torch.zeros(len(ops.STAT_NAMES), dtype=torch.int64),
+        _stats=stats,
         owner=balancer,
         topk_ids=ids,
     )
