@@ -15,6 +15,7 @@ from topoep import ops
 from topoep.plan import PlanConfig
 from topoep.portfolio import default_candidates
 from topoep.transports import LocalTransport
+from topoep.transports.plane import BULK_PIECE_BYTES
 
 Add = Callable[..., None]
 
@@ -243,6 +244,19 @@ def time_transfers(add: Add, ranks_per_node: int, nodes: int) -> None:
     what = f"replicate without relays, {shape}"
     _add_transfer(add, what, took, plain, moved, wrong, direct.errors())
     direct.close()
+
+    if torch.cuda.get_device_capability() >= (9, 0):
+        pieces = BULK_PIECE_BYTES["bulk"]
+        bulk = SimulatedCluster(config, replace(cluster.settings, bulk_piece_bytes=pieces))
+        bulk_lists, bulk_tables = bulk.lists(plan), bulk.tables(weights)
+        for tensor in (t for rank in spare for t in rank):
+            tensor.zero_()
+        torch.cuda.synchronize()
+        took = event_us(lambda: bulk.replicate(plan, bulk_lists, bulk_tables, spare))
+        wrong = sum(count_wrong(a, b) for a, b in zip(spare, expected, strict=True))
+        what = f"replicate by bulk copies, {shape}"
+        _add_transfer(add, what, took, plain, moved, wrong, bulk.errors())
+        bulk.close()
 
     slots, sums = make(SPARE, True), [tuple(t.float() for t in rank) for rank in make(home, True)]
     wanted = [tuple(t.clone() for t in rank) for rank in sums]

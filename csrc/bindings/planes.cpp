@@ -7,7 +7,7 @@
 namespace topoep::bindings {
 namespace {
 
-constexpr size_t kConfigNumbers = 14;
+constexpr size_t kConfigNumbers = 15;
 constexpr int kMaxTransferThreads = 512;  // the launch bound of the kernels (cuda/replicate.cuh)
 
 struct Registry {
@@ -43,6 +43,7 @@ DataPlaneConfig checked_plane_config(const std::vector<int64_t>& numbers) {
     config.staging_slots = number(11);
     config.workers = number(12);
     config.max_relays = number(13);
+    config.bulk_piece_bytes = number(14);
     TOPOEP_CHECK(config.num_nodes >= 1 && config.ranks_per_node >= 1 &&
                      config.num_ranks == config.num_nodes * config.ranks_per_node &&
                      config.num_ranks <= kMaxRanks,
@@ -67,6 +68,11 @@ DataPlaneConfig checked_plane_config(const std::vector<int64_t>& numbers) {
                  " staging slots and ", config.workers, " workers; expected at least 1 of each");
     TOPOEP_CHECK(config.max_relays >= 0 && config.max_relays <= kMaxRelays, config.max_relays,
                  " relayed experts of a node; expected 0 to ", kMaxRelays, " (kMaxRelays)");
+    TOPOEP_CHECK(config.bulk_piece_bytes >= 0 && config.bulk_piece_bytes <= kMaxBulkPieceBytes &&
+                     config.bulk_piece_bytes % 128 == 0,
+                 "pieces of bulk copies of ", config.bulk_piece_bytes,
+                 " bytes; expected a multiple of 128, at most ", kMaxBulkPieceBytes,
+                 ", or 0 for none (kMaxBulkPieceBytes)");
     return config;
 }
 

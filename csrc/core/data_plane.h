@@ -19,6 +19,8 @@ namespace topoep {
 constexpr int kLeastRanksToRelay = 3;
 // Relayed experts of a node (core/relays.h): each takes a warp about a microsecond to choose.
 constexpr int kMaxRelays = 32;
+// Six pieces and the counters of a puller fit into the shared memory of a block.
+constexpr int kMaxBulkPieceBytes = 32 * 1024;
 
 // Fixed for the life of a transport and equal on all ranks, but for the place of the rank.
 struct DataPlaneConfig {
@@ -36,6 +38,8 @@ struct DataPlaneConfig {
     int staging_slots = 8;             // chunks a sender holds until all receivers have read them
     int workers = 2;                   // blocks that may gather one stream's chunks of one rail
     int max_relays = kMaxRelays;       // experts that a node may relay; 0: none
+    int bulk_piece_bytes = 0;          // of a copy by the bulk-copy engine of sm_90; a multiple of
+                                       // 128; 0: copies by loads
 
     TOPOEP_HD int experts_per_rank() const { return num_experts / num_ranks; }
     TOPOEP_HD int slots_per_rank() const { return experts_per_rank() + spare_slots; }

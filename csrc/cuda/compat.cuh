@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The only header through which kernel files reach CUDA. The same kernel source compiles with nvcc
-// for a GPU and, with TOPOEP_EMULATE defined, with a host compiler: the test suite then executes it
-// on the CPU (tests/emulation).
+// The header through which kernel files reach CUDA (bulk_engine.cuh has one more engine). The same
+// kernel source compiles with nvcc for a GPU and, with TOPOEP_EMULATE defined, with a host
+// compiler: the test suite then executes it on the CPU (tests/emulation).
 //
 // Whatever g++ cannot parse or nvcc spells differently is hidden here: __shared__ variables, the
 // launch syntax, cooperative groups, and inline PTX, each statement in a named function of its own

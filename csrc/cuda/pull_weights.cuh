@@ -50,7 +50,7 @@ __device__ inline void list_local_guests(const ReplicateArguments& arguments, Lo
 }
 
 __device__ inline void pull_tile(const ReplicateArguments& arguments, const LocalGuests& guests,
-                                 int tile) {
+                                 BlockCopier& copier, int tile) {
     const DataPlane& plane = arguments.plane;
     const DataPlaneConfig& config = plane.config;
     const int slot = guests.slots[tile / guests.tiles_per_guest];
@@ -60,9 +60,9 @@ __device__ inline void pull_tile(const ReplicateArguments& arguments, const Loca
     const int64_t left = arguments.layout.total() - begin;
     for_tensor_parts(arguments.layout, begin, left < config.tile_bytes ? left : config.tile_bytes,
                      [&](int t, int64_t from, int64_t to) {
-                         copy_block(spare_address(arguments, slot, t, from),
-                                    home_address(arguments, expert, home_local, t, from),
-                                    to - from);
+                         copier.copy(spare_address(arguments, slot, t, from),
+                                     home_address(arguments, expert, home_local, t, from),
+                                     to - from);
                      });
 }
 
@@ -175,7 +175,7 @@ __device__ inline UnitState check_chunk(const ReplicateArguments& arguments, con
 
 // Ring slot -> spare slot, and the ring slot is given back.
 __device__ inline void gather_chunk(const ReplicateArguments& arguments, const GatherUnit& unit,
-                                    const GuestChunk& chunk) {
+                                    const GuestChunk& chunk, BlockCopier& copier) {
     const DataPlane& plane = arguments.plane;
     const DataPlaneConfig& config = plane.config;
     const RingLayout& ring = plane.window.weights;
@@ -189,9 +189,10 @@ __device__ inline void gather_chunk(const ReplicateArguments& arguments, const G
                   (int64_t{unit.group->node} * config.ring_slots + ring_slot) * config.chunk_bytes;
     for_tensor_parts(arguments.layout, chunk.range.begin, chunk.range.length,
                      [&](int t, int64_t from, int64_t to) {
-                         copy_block(spare_address(arguments, chunk.slot, t, from),
-                                    source + (from - chunk.range.begin), to - from);
+                         copier.copy(spare_address(arguments, chunk.slot, t, from),
+                                     source + (from - chunk.range.begin), to - from);
                      });
+    copier.finish();
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence_system();  // all loads before the slot is given back
@@ -204,13 +205,14 @@ __device__ inline void gather_chunk(const ReplicateArguments& arguments, const G
 
 // Home window -> ring slot of this rank, and the holders are told.
 __device__ inline void relay_chunk(const ReplicateArguments& arguments, const RelayCut& rows,
-                                   int worker, int step) {
+                                   int worker, int step, BlockCopier& copier) {
     const DataPlane& plane = arguments.plane;
     const RelayedChunk chunk = relayed_chunk(arguments, rows, worker, step);
     const uint64_t number =
         view_state(plane.state, plane.config).header->relayed + static_cast<uint64_t>(step);
     stage_weights(arguments, chunk.expert, chunk.home, chunk.range,
-                  relay_slot(plane, plane.config.local, worker, number));
+                  relay_slot(plane, plane.config.local, worker, number), copier);
+    copier.finish();
     __syncthreads();
     if (threadIdx.x == 0) {
         announce_relayed(arguments, chunk, worker, number);
@@ -218,8 +220,9 @@ __device__ inline void relay_chunk(const ReplicateArguments& arguments, const Re
 }
 
 // progress: shared memory, a counter for each unit of this puller.
-__device__ inline bool pull_weights(const ReplicateArguments& arguments, Waiter& waiter, int puller,
-                                    int num_pullers, int32_t* progress) {
+__device__ inline bool pull_weights(const ReplicateArguments& arguments, Waiter& waiter,
+                                    BlockCopier& copier, int puller, int num_pullers,
+                                    int32_t* progress) {
     const DataPlane& plane = arguments.plane;
     const DataPlaneConfig& config = plane.config;
     const WeightCuts cuts{weight_cut(arguments), relay_cut(arguments)};
@@ -240,8 +243,9 @@ __device__ inline bool pull_weights(const ReplicateArguments& arguments, Waiter&
     int tile = puller;
     if (num_units == 0) {  // nothing to wait for: no barrier between tiles
         for (; tile < num_tiles; tile += num_pullers) {
-            pull_tile(arguments, *local_guests, tile);
+            pull_tile(arguments, *local_guests, copier, tile);
         }
+        copier.finish();
         return true;
     }
     for (int i = static_cast<int>(threadIdx.x); i < num_units; i += static_cast<int>(blockDim.x)) {
@@ -275,21 +279,23 @@ __device__ inline bool pull_weights(const ReplicateArguments& arguments, Waiter&
         __syncthreads();
         const int unit = chosen[0];
         if (unit < 0) {
+            copier.finish();
             return unit == kNoUnitLeft;
         }
         last = unit;
         if (unit == num_units) {
-            pull_tile(arguments, *local_guests, tile);
+            pull_tile(arguments, *local_guests, copier, tile);
             tile += num_pullers;
             __syncthreads();  // all have read `chosen`
             continue;
         }
         const int number = puller + unit * num_pullers;
         if (number < relay_units) {
-            relay_chunk(arguments, cuts.relays, number, progress[unit]);
+            relay_chunk(arguments, cuts.relays, number, progress[unit], copier);
         } else {
             const GatherUnit gather = gather_unit(config, cuts, groups, number - relay_units);
-            gather_chunk(arguments, gather, guest_chunk(arguments, cuts, gather, progress[unit]));
+            gather_chunk(arguments, gather, guest_chunk(arguments, cuts, gather, progress[unit]),
+                         copier);
         }
         if (threadIdx.x == 0) {  // behind a barrier: all have read it
             ++progress[unit];

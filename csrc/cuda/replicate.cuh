@@ -81,6 +81,7 @@ __device__ bool send_weights(const ReplicateArguments& arguments, const Network&
     const uint64_t slots = static_cast<uint64_t>(config.ring_slots);
     const int num_staged = arguments.lists.staged[0];
     unsigned char* own_window = plane.windows[config.local];
+    BlockCopier by_loads;
 
     uint64_t turn = state.header->staged;
     for (int i = 0; i < num_staged; ++i) {
@@ -101,7 +102,8 @@ __device__ bool send_weights(const ReplicateArguments& arguments, const Network&
             const int64_t begin = cut.chunk_begin(config.local, c);
             const int64_t length = cut.chunk_length(config.local, c);
             const int64_t staging = ring.staging + slot * config.chunk_bytes;
-            stage_weights(arguments, expert, home_local, {begin, length}, own_window + staging);
+            stage_weights(arguments, expert, home_local, {begin, length}, own_window + staging,
+                          by_loads);
             __syncthreads();
             // The receivers are spread over the warps: one that is slow holds up few others.
             bool sent = true;
@@ -173,7 +175,7 @@ __device__ inline void advance_weights(const ReplicateArguments& arguments, int 
 // shared: replicate_shared_bytes() bytes.
 template <class Network>
 __device__ void replicate_block(const ReplicateArguments& arguments, const BlockRoles& roles,
-                                const Network& network, int block, uint32_t* shared) {
+                                const Network& network, int block, unsigned char* shared) {
     const DataPlane& plane = arguments.plane;
     Waiter waiter(plane, Kernel::kReplicate);
     if (__syncthreads_or(waiter.failed())) {
@@ -183,13 +185,16 @@ __device__ void replicate_block(const ReplicateArguments& arguments, const Block
     if (block == 0) {
         run_landing_agent(plane, arguments.copies, Kernel::kReplicate, plane.window.weights,
                           weight_cut(arguments), arguments.lists.in_begin, arguments.lists.in_entry,
-                          view_state(plane.state, plane.config).weights_in, network, shared);
+                          view_state(plane.state, plane.config).weights_in, network,
+                          reinterpret_cast<uint32_t*>(shared));
     } else if (block <= roles.senders) {
         complete = send_weights(arguments, network, waiter, block - 1, roles.senders);
     } else {
         const int puller = block - 1 - roles.senders;
-        complete = pull_weights(arguments, waiter, puller, roles.pullers,
-                                reinterpret_cast<int32_t*>(shared));
+        unsigned char* const counters = shared + bulk_shared_bytes(plane.config);
+        BlockCopier copier(plane.config, shared);
+        complete = pull_weights(arguments, waiter, copier, puller, roles.pullers,
+                                reinterpret_cast<int32_t*>(counters));
     }
     if (complete) {
         leave_kernel(
@@ -203,15 +208,16 @@ __global__ void __launch_bounds__(kTransferThreads, 1)
     replicate_kernel(const __grid_constant__ ReplicateArguments arguments,
                      const __grid_constant__ BlockRoles roles,
                      const __grid_constant__ Network network) {
-    TOPOEP_DYNAMIC_SHARED(uint32_t, shared);
+    TOPOEP_DYNAMIC_SHARED(unsigned char, shared);
     replicate_block(arguments, roles, network, static_cast<int>(blockIdx.x), shared);
 }
 
-// The agent's cursors or a puller's counters.
+// The agent's cursors, or a puller's stages and counters.
 inline size_t replicate_shared_bytes(const DataPlaneConfig& config, const BlockRoles& roles) {
     const int64_t units =
         (int64_t{config.spare_slots} * config.ranks_per_node + 1) * config.workers;
-    const int64_t of_puller = (units / roles.pullers + 1) * int64_t{sizeof(int32_t)};
+    const int64_t of_puller = static_cast<int64_t>(bulk_shared_bytes(config)) +
+                              (units / roles.pullers + 1) * int64_t{sizeof(int32_t)};
     const int64_t of_agent = landing_agent_shared_bytes(config);
     return static_cast<size_t>(of_puller > of_agent ? of_puller : of_agent);
 }
@@ -236,6 +242,9 @@ const char* launch_replicate(const ReplicateArguments& arguments, const BlockRol
                              const Network& network, Stream stream) {
     if (const char* problem = problem_with_roles(arguments.plane.config, roles)) {
         return problem;
+    }
+    if (arguments.plane.config.bulk_piece_bytes > 0 && !has_bulk_engine()) {
+        return "bulk copies need a GPU of compute capability 9.0 or later";
     }
     LaunchShape shape{dim3(static_cast<unsigned>(1 + roles.senders + roles.pullers)),
                       dim3(static_cast<unsigned>(roles.threads))};

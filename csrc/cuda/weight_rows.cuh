@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/transfer_arguments.h"
+#include "cuda/bulk_copy.cuh"
 #include "cuda/compat.cuh"
 #include "cuda/packed_copy.cuh"
 
@@ -40,11 +41,11 @@ __device__ inline unsigned char* spare_address(const ReplicateArguments& argumen
 // A range of an expert's row -> target. All threads of the block.
 __device__ inline void stage_weights(const ReplicateArguments& arguments, int expert,
                                      int home_local, const PackedRange& range,
-                                     unsigned char* target) {
+                                     unsigned char* target, BlockCopier& copier) {
     for_tensor_parts(
         arguments.layout, range.begin, range.length, [&](int t, int64_t from, int64_t to) {
-            copy_block(target + (from - range.begin),
-                       home_address(arguments, expert, home_local, t, from), to - from);
+            copier.copy(target + (from - range.begin),
+                        home_address(arguments, expert, home_local, t, from), to - from);
         });
 }
 

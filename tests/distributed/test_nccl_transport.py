@@ -550,3 +550,16 @@ def test_blocks_are_divided_by_role():
             assert senders >= 1
             assert pullers >= 1
             assert 1 + senders + pullers == sms
+
+
+def test_how_weights_are_copied(monkeypatch):
+    monkeypatch.delenv("TOPOEP_WEIGHT_COPIES", raising=False)
+    assert plane.bulk_piece_bytes_from_environment() == 0
+    assert plane.bulk_copies_problem((8, 0)) == ""
+    monkeypatch.setenv("TOPOEP_WEIGHT_COPIES", "bulk")
+    assert plane.bulk_piece_bytes_from_environment() == 16384
+    assert plane.bulk_copies_problem((9, 0)) == plane.bulk_copies_problem((10, 3)) == ""
+    assert "compute capability 9.0 or later, this one has 8.9" in plane.bulk_copies_problem((8, 9))
+    monkeypatch.setenv("TOPOEP_WEIGHT_COPIES", "tma")
+    with pytest.raises(ValueError, match="TOPOEP_WEIGHT_COPIES='tma'; expected loads or bulk"):
+        plane.bulk_piece_bytes_from_environment()

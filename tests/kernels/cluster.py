@@ -27,7 +27,7 @@ SETTINGS = (
     "num_nodes ranks_per_node spare_slots experts_per_rank num_tensors workers senders pullers "
     "ring_slots staging_slots chunk_bytes tile_bytes slot_type home_type microbatches threads "
     "exchange optimizer dropped_signal doubled_signal doubled_late slow_rank delay seed timeout "
-    "alternate backward"
+    "alternate backward bulk_piece_bytes"
 ).split()
 MEMORY = (
     "table row_bytes elements slot_expert copy_offsets copy_slots rows counts lists windows "
@@ -77,6 +77,7 @@ class Cluster:
     delay: int = 60
     timeout: int = LONG
     alternate: bool = False  # every second microbatch has only the first tensors
+    bulk_piece_bytes: int = 0  # pullers copy by the bulk-copy engine
     backward: bool = True  # False: weights go to the copies, and that is all; no optimizer
 
     def num_tensors(self, microbatch: int) -> int:

@@ -23,7 +23,7 @@ struct Settings {
     Int num_nodes, ranks_per_node, spare_slots, experts_per_rank, num_tensors, workers, senders,
         pullers, ring_slots, staging_slots, chunk_bytes, tile_bytes, slot_type, home_type,
         microbatches, threads, exchange, optimizer, dropped_signal, doubled_signal, doubled_late,
-        slow_rank, delay, seed, timeout, alternate, backward;
+        slow_rank, delay, seed, timeout, alternate, backward, bulk_piece_bytes;
 };
 struct Memory {
     const int32_t* table;
@@ -324,7 +324,8 @@ void run_rank(const World& world, int rank, int block, uint32_t* shared) {
         ReplicateArguments replicate = world.replicate[rank];
         replicate.copies = copies;
         replicate.layout.num_tensors = num_tensors;
-        replicate_block(replicate, world.roles, world.networks[rank], block, shared);
+        replicate_block(replicate, world.roles, world.networks[rank], block,
+                        reinterpret_cast<unsigned char*>(shared));
         if (!end_kernel()) {
             return;
         }
@@ -416,6 +417,7 @@ DataPlaneConfig make_config(const Settings& settings) {
     config.ring_slots = static_cast<int>(settings.ring_slots);
     config.staging_slots = static_cast<int>(settings.staging_slots);
     config.workers = static_cast<int>(settings.workers);
+    config.bulk_piece_bytes = static_cast<int>(settings.bulk_piece_bytes);
     return config;
 }
 

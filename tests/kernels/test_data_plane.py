@@ -119,6 +119,23 @@ def test_random_schedules_with_relays(part):
     assert relaying >= 5
 
 
+@pytest.mark.parametrize("part", range(4))
+def test_random_schedules_with_bulk_copies(part):
+    """Pieces of all lengths, through rings that wrap; other rows are not aligned."""
+    for seed in range(part, 40, 4):
+        rows = random.Random(seed).choice([(4000, 20, 1, 192), (16,), (1504, 48), (400, 7)])
+        cluster, plans, schedule = random_case(
+            seed,
+            RELAYING if seed % 2 else SMALL,
+            bulk_piece_bytes=128 if seed % 3 else 256,
+            row_bytes=rows,
+        )
+        if seed % 2:
+            sizes = cluster.topology, cluster.experts_per_rank, cluster.spare_slots
+            plans[0] = random_plan(np.random.default_rng(seed), *sizes, "relayed")
+        check(cluster, plans, seed, **schedule)
+
+
 def hot_at_home_plan(topology: Topology):
     """Expert 1, of rank 0, on every other rank of its node, and expert 0 on the other nodes."""
     slot_expert = np.full((topology.num_ranks, 2), -1, np.int32)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every fence and barrier of the data plane, deleted once: the checkers notice, or it is said why.
 
-A mutant is the kernels with one `__threadfence*`, `__syncthreads*` or `__syncwarp` taken out. It
-plays a few microbatches on small clusters until a race, a wrong byte or a dead end shows.
+A mutant is the kernels with one `__threadfence*`, `__syncthreads*`, `__syncwarp`, or wait for the
+bulk-copy engine taken out. It plays a few microbatches on small clusters until a race, a wrong byte
+or a dead end shows.
 """
 
 from __future__ import annotations
@@ -23,14 +24,21 @@ from topoep import Topology
 
 FILES = (
     "bounded_wait.cuh", "exchange_counts.cuh", "landing.cuh", "relays.cuh",
-    "pull_weights.cuh", "replicate.cuh", "reduce_grads_across.cuh",
+    "bulk_copy.cuh", "pull_weights.cuh", "replicate.cuh", "reduce_grads_across.cuh",
 )  # fmt: skip
-CALL = re.compile(r"__(?:threadfence(?:_system)?|syncthreads(?:_and|_or)?|syncwarp)\(")
+CALL = re.compile(
+    r"__(?:threadfence(?:_system)?|syncthreads(?:_and|_or)?|syncwarp)\("
+    r"|engine_\.(?:wait_\w+|fence|start)\(|copier\.finish\("
+)
 FUNCTION = re.compile(r"__device__[^;]*?(\w+)\(")
 
 # What the simulated cluster cannot see, by file, function and number in the function.
 _VOTE = "a block that sees an earlier failure leaves as a whole; here no kernel has failed before"
+_PROXY = "orders accesses of threads and of the engine, which are of one kind in the emulation"
 EXPLAINED = {
+    ("bulk_copy.cuh", "copy", 0): _PROXY,
+    ("bulk_copy.cuh", "store_oldest", 1): _PROXY,
+    ("bulk_copy.cuh", "finish", 1): _PROXY,
     ("bounded_wait.cuh", "fail", 0): "orders the error record for the host, which is not simulated",
     ("exchange_counts.cuh", "exchange_counts_block", 0): _VOTE,
     ("replicate.cuh", "replicate_block", 0): _VOTE,
@@ -96,6 +104,8 @@ def mutants() -> Emulator:
             call = text[site.begin : site.end]
             opinion = call[call.index("(") + 1 : -1]
             instead = f"static_cast<int>({opinion})" if opinion else "static_cast<void>(0)"
+            if not call.startswith("__sync"):
+                instead = "static_cast<void>(0)"
             switch = f"(is_deleted({SITES.index(site)}) ? {instead} : {call})"
             text = text[: site.begin] + switch + text[site.end :]
         headers[file] = text
@@ -119,7 +129,7 @@ def without(site: Site | None) -> Emulator:
 def cases():
     """(cluster, plans, seed, schedule): one node, two nodes, three; with and without exchange.
 
-    The last ones relay.
+    Some relay, and the last ones copy by the bulk-copy engine.
     """
     two = Topology(num_nodes=2, ranks_per_node=2)
     small = {"ring_slots": 2, "timeout": 4 * SHORT}
@@ -132,10 +142,13 @@ def cases():
         (Cluster(Topology(num_nodes=1, ranks_per_node=4), threads=64, workers=1, **small), 0),
         (Cluster(Topology(num_nodes=2, ranks_per_node=3), exchange=False, optimizer=False,
                  pullers=1, threads=64, **small), 3),
+        (Cluster(two, bulk_piece_bytes=128, row_bytes=(4000, 20, 1, 192), **small), 0),
+        (Cluster(Topology(num_nodes=1, ranks_per_node=4), bulk_piece_bytes=128, workers=1,
+                 row_bytes=(4000, 20), tile_bytes=256, **small), 0),
     ]  # fmt: skip
     for seed, (cluster, preempt) in enumerate(clusters, 1):
         rng = np.random.default_rng(seed)
-        kind = "full" if seed <= len(clusters) - 2 else "relayed"
+        kind = "relayed" if seed in (6, 7, 9) else "full"
         plans = [random_plan(rng, cluster.topology, 2, 2, kind) for _ in range(3)]
         yield cluster, plans, seed, {"preempt": preempt}
 

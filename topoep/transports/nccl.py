@@ -35,6 +35,8 @@ from topoep.transports.plane import (
     Plane,
     PlaneSettings,
     Window,
+    bulk_copies_problem,
+    bulk_piece_bytes_from_environment,
     describe_error,
     lists_of,
     timeout_from_environment,
@@ -97,6 +99,8 @@ class NcclConnector:
         problem = local_problem(topology)
         if not problem and not over_group.moves_cuda:
             problem = f"the backend of the group is {over_group.backend!r}; CUDA tensors need nccl"
+        if not problem:
+            problem = bulk_copies_problem(torch.cuda.get_device_capability())
         if not problem:
             try:
                 _use_comm_of_group()
@@ -207,7 +211,8 @@ class NcclTransport(C10dTransport):
         topology: nodes of equal size, in any arrangement of the ranks.
         group: its ranks.
         plane: windows and kernels, from :class:`NcclConnector`.
-        settings: sizes; the defaults, with ``TOPOEP_TIMEOUT_S``, if None.
+        settings: sizes; the defaults, with ``TOPOEP_TIMEOUT_S`` and
+                ``TOPOEP_WEIGHT_COPIES``, if None.
         counts_exchange: ``"kernel"``, or ``"all_gather"`` of torch.distributed on the stream;
             ``TOPOEP_COUNTS_EXCHANGE`` if None.
 
@@ -227,7 +232,10 @@ class NcclTransport(C10dTransport):
     ) -> None:
         super().__init__(topology, group)
         self._plane = plane
-        self.settings = settings or PlaneSettings(timeout_s=timeout_from_environment())
+        self.settings = settings or PlaneSettings(
+            timeout_s=timeout_from_environment(),
+            bulk_piece_bytes=bulk_piece_bytes_from_environment(),
+        )
         self.settings.roles(topology.num_nodes)  # raises if they do not fit
         if counts_exchange is None:
             counts_exchange = os.environ.get("TOPOEP_COUNTS_EXCHANGE", "kernel")

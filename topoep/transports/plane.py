@@ -22,6 +22,8 @@ from topoep.plan import Plan, PlanConfig
 
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_COMM_SMS = 24
+# Of TOPOEP_WEIGHT_COPIES. Loads until a GPU has measured both (benchmarks/gpu_check.py).
+BULK_PIECE_BYTES = {"loads": 0, "bulk": 16 * 1024}
 GIN_CONTEXTS = 4  # a wish: NCCL may give another number
 
 
@@ -33,6 +35,8 @@ class PlaneSettings:
         comm_sms: thread blocks of a transfer kernel, each of which takes an SM while it runs.
         timeout_s: seconds without progress after which a wait on the GPU gives up.
         max_relays: experts that a node may relay to holders inside it, 0 to 32; 0: none.
+        bulk_piece_bytes: weights that come to rest in this node are copied by the bulk-copy engine
+            of sm_90 in pieces of so many bytes, a multiple of 128, at most 32 KiB; 0: by loads.
     """
 
     comm_sms: int = DEFAULT_COMM_SMS
@@ -44,6 +48,7 @@ class PlaneSettings:
     workers: int = 2
     max_relays: int = 32
     threads: int = 512
+    bulk_piece_bytes: int = 0
 
     def roles(self, num_nodes: int) -> list[int]:
         """Senders, pullers and threads per block; one block is the agent of the network.
@@ -81,6 +86,7 @@ class PlaneSettings:
             self.staging_slots,
             self.workers,
             self.max_relays,
+            self.bulk_piece_bytes,
         ]
 
 
@@ -103,6 +109,31 @@ def timeout_from_environment() -> float:
             f"such as {DEFAULT_TIMEOUT_S:g}"
         )
     return seconds
+
+
+def bulk_piece_bytes_from_environment() -> int:
+    """What ``TOPOEP_WEIGHT_COPIES`` asks for: ``loads``, the default, or ``bulk``.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    text = os.environ.get("TOPOEP_WEIGHT_COPIES", "loads")
+    if text not in BULK_PIECE_BYTES:
+        raise ValueError(
+            f"TOPOEP_WEIGHT_COPIES={text!r}; expected {' or '.join(BULK_PIECE_BYTES)}: copies by "
+            "loads of all threads, or by the bulk-copy engine of sm_90 and later"
+        )
+    return BULK_PIECE_BYTES[text]
+
+
+def bulk_copies_problem(capability: tuple[int, int]) -> str:
+    """Why a GPU of this compute capability cannot copy as ``TOPOEP_WEIGHT_COPIES`` asks, or ""."""
+    if bulk_piece_bytes_from_environment() == 0 or capability >= (9, 0):
+        return ""
+    return (
+        f"TOPOEP_WEIGHT_COPIES=bulk needs a GPU of compute capability 9.0 or later, this one has "
+        f"{capability[0]}.{capability[1]}; leave it at 'loads'"
+    )
 
 
 # ErrorRecord of csrc/core/data_plane.h: waited, kernel, rank, block, from, what; wanted, seen,
