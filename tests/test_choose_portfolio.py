@@ -21,7 +21,9 @@ import time_problems
 TIME = Time(CostModel.from_model(4096, 1408, "bfloat16", "H800"))
 
 
-@pytest.mark.parametrize(("objective", "length"), [(Balance(0.0123), 64), (Even(), 64), (TIME, 96)])
+@pytest.mark.parametrize(
+    ("objective", "length"), [(Balance(0.0123), 64), (Even(), 64), (TIME, 128)]
+)
 def test_a_default_list_is_the_empty_plan_and_others(
     objective: topoep.objective.Objective, length: int
 ) -> None:

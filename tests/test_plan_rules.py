@@ -797,3 +797,16 @@ def test_stats_say_whether_the_tolerance_was_met(tolerance):
     large = torch.tensor([[2**30, 2**29], [0, 0]]).int()
     assert bool(met(large, 0)) == (tolerance >= 0.34)
     assert "tolerance_met" not in topoep.solve(uneven, Topology(2, 1), 1, Even()).stats()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64])
+def test_ranks_may_be_small_numpy_integers(dtype: type) -> None:
+    """Their products would overflow: rank * slots per rank is 200 here."""
+    counts = torch.full((32, 256), 7, dtype=torch.int32)
+    counts[:, 0] = 900
+    topology = topoep.Topology(8, 4)
+    plan = topoep.solve(counts, topology, 2)
+    for row in (plan.for_rank(dtype(20)), topoep.solve(counts, topology, 2, rank=dtype(20))):
+        row.validate()
+        assert type(row.rank) is int
+        assert torch.equal(row.recv, plan.for_rank(20).recv)

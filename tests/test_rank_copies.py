@@ -70,21 +70,23 @@ def test_two_copies_on_a_rank_are_not_made_where_its_link_is_what_takes_time() -
     assert plan.stats()["predicted_ns"] > 1.05 * one
 
 
-def test_more_slots_hardly_ever_cost_time() -> None:
-    """Over random loads: what two or four slots are predicted to add to the time of one."""
+@settings(max_examples=examples(60))
+@given(strategies.cases(kinds=strategies.SKEWED_KINDS), strategies.cost_models())
+def test_a_slot_more_never_costs_time(case: Case, model: CostModel) -> None:
+    found = times(case.counts, case.topology, model, [0, 1, 2, 3, 4])
+    assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("hardware", HARDWARE)
+def test_a_slot_more_never_costs_time_in_models(hardware: str) -> None:
     rng = np.random.default_rng(11)
-    ratios = []
-    for hardware in HARDWARE:
-        for hidden, intermediate in ((2048, 768), (4096, 1408), (7168, 2048)):
-            model = CostModel.from_model(hidden, intermediate, hardware=hardware)
-            for nodes, ranks, tokens in ((1, 8, 8192), (2, 4, 8192), (2, 8, 65536), (4, 8, 16384)):
-                popularity = rng.lognormal(0, rng.choice([0.5, 1.0, 1.5]), 4 * nodes * ranks)
-                counts = rng.multinomial(
-                    tokens, popularity / popularity.sum(), nodes * ranks
-                ).astype(np.int32)
-                one, two, four = times(counts, Topology(nodes, ranks), model, [1, 2, 4])
-                ratios += [two / one, four / two]
-    slower = [ratio for ratio in ratios if ratio > 1.002]
-    assert len(slower) <= 0.1 * len(ratios), sorted(slower)
-    assert max(ratios) < 1.05
-    assert np.mean(ratios) < 1
+    saved = 0
+    for hidden, intermediate in ((2048, 768), (4096, 1536), (7168, 2048)):
+        model = CostModel.from_model(hidden, intermediate, hardware=hardware)
+        for nodes, ranks, tokens in ((1, 8, 8192), (2, 4, 8192), (2, 8, 65536), (4, 8, 8192)):
+            popularity = rng.lognormal(0, rng.choice([0.5, 1.0, 1.5]), 4 * nodes * ranks)
+            drawn = rng.multinomial(tokens, popularity / popularity.sum(), nodes * ranks)
+            found = times(drawn.astype(np.int32), Topology(nodes, ranks), model, [0, 1, 2, 3, 4])
+            assert found == sorted(found, reverse=True)
+            saved += found[2] < found[1]
+    assert saved > 0

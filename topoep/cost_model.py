@@ -29,9 +29,10 @@ class CostModel:
         token: compute of one routed token, forward and backward.
         instance: one expert instance more on a rank, forward and backward.
         copy: weights of one expert over one rank's in-node link.
-        cross_copy: weights of one expert over the network, on one NIC.
+        cross_copy: weights of one expert over the network, with all NICs of the node at it if
+            ``sharded``, else with one.
         grad: gradients of one expert over one rank's in-node link.
-        cross_grad: gradients of one expert over the network, on one NIC.
+        cross_grad: gradients of one expert over the network, likewise.
         network_row: one routed token over one NIC, one of the four exchanges.
         hide_forward: transfer time hidden per token that home experts compute, forward.
         hide_backward: the same in backward.

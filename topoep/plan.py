@@ -60,10 +60,12 @@ class PlanConfig:
                 f"spare_slots={self.spare_slots}; expected 0 to {MAX_SPARE_SLOTS} (kMaxSpareSlots)"
             )
 
-    def check_rank(self, rank: int) -> None:
-        """Raises TypeError or ValueError for what is no rank."""
-        if not 0 <= check_int(rank, "rank") < self.num_ranks:
+    def check_rank(self, rank: int) -> int:
+        """The rank as a Python int; raises TypeError or ValueError for what is none."""
+        number = check_int(rank, "rank")
+        if not 0 <= number < self.num_ranks:
             raise ValueError(f"rank {rank}; expected 0 to {self.num_ranks - 1}")
+        return number
 
     @property
     def num_ranks(self) -> int:
@@ -192,7 +194,7 @@ class Plan:
 
     def for_rank(self, rank: int) -> Plan:
         """The same plan with the row and column of another rank."""
-        self.config.check_rank(rank)
+        rank = self.config.check_rank(rank)
         width = self.config.slots_per_rank
         send = self._split[rank]
         recv = self._split[:, rank * width : (rank + 1) * width].contiguous()
@@ -372,6 +374,6 @@ def solve(
     config = PlanConfig(topology, counts.shape[1], spare_slots, objective)
     check_counts(counts, config)
     if rank is not None:
-        config.check_rank(rank)
+        rank = config.check_rank(rank)
     chosen = choose_candidates(objective, solver, candidates, topology.num_nodes)
     return make_plan(config, counts, chosen, rank)

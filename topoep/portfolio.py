@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -186,12 +186,6 @@ TIME = tuple(
     mean+10%:H22112Al/1 mean+1%:H22112/1 mean+10%:F/1 mean+1%:H20020l mean+2%:H20122/1
     load#20:F0/2 mean+0%:H02122wl mean+10%:F0/1 mean+15%:H20020a/1 mean+15%:H02122a
     mean+20%:H10122a load#8:F0/1 load#5:H22112w/1 load#20:H22112l mean+0%:H10122a/2
-    load#12:H12120w/1 mean+5%:F0/1 node+2%:H12120l mean+10%:H10022/1 mean+5%:H02122Al/2
-    mean+15%:F0/1 mean+75%:H20122 mean+1%:H12012al mean+2%:H22112w/1 load#8:H02122Al/1
-    node+10%:H22112l mean+5%:H10122w/1 mean+1%:H20122/1 mean+2%:F/1 mean+2%:H12012Al/1
-    load#5:H02122/1 load#8:H10122w/1 mean+2%:F0 mean+5%:H20122a/2 load#3:F node+0%:F/1
-    mean+1%:H20020/1 node+2%:H22112/1 mean+1%:H02122l load#8:H22112w/1 mean+2%:H02122a/1
-    mean+20%:F0 mean+2%:H02122wl/2 mean+5%:H02122/1
     """.split()
 )
 
@@ -210,6 +204,20 @@ def transport_candidates(objective: Objective) -> tuple[Candidate, ...]:
     return (EMPTY_PLAN, *(Candidate(cap, "T") for cap in caps))
 
 
+def _with_smaller_limits(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Every candidate, and behind them all with fewer copies on a rank.
+
+    What is tried with S slots is then tried with S + 1 too (up to 4), so a slot more never costs
+    predicted time.
+    """
+    chosen = dict.fromkeys(candidates)
+    for candidate in tuple(chosen):
+        steps, _, most = candidate.policy.partition("/")
+        for fewer in range(1, int(most or 4)):
+            chosen.setdefault(Candidate(candidate.cap, f"{steps}/{fewer}"))
+    return tuple(chosen)
+
+
 def _at(text: str, tolerance_ppm: int) -> Candidate:
     """A candidate of BALANCE for a tolerance."""
     cap, policy = text.split(":")
@@ -226,7 +234,7 @@ def default_candidates(objective: Objective, num_nodes: int = 2) -> tuple[Candid
     ``num_nodes``: of the cluster. ``Balance`` has a list for one node, and one for more.
     """
     if isinstance(objective, Time):
-        return (EMPTY_PLAN, *TIME)
+        return (EMPTY_PLAN, *_with_smaller_limits(TIME))
     if isinstance(objective, Balance):
         templates = ONE_NODE if num_nodes == 1 else BALANCE
         return (EMPTY_PLAN, *(_at(text, objective.tolerance_ppm) for text in templates))

@@ -25,12 +25,12 @@
 namespace topoep {
 
 struct CostModel {
-    int64_t token;         // compute of a routed token, forward and backward
-    int64_t instance;      // an expert instance more on a rank, forward and backward
-    int64_t copy;          // weights of one expert over one rank's in-node link
-    int64_t cross_copy;    // weights of one expert over the network, per NIC
-    int64_t grad;          // gradients of one expert over one rank's in-node link
-    int64_t cross_grad;    // gradients of one expert over the network, per NIC
+    int64_t token;       // compute of a routed token, forward and backward
+    int64_t instance;    // an expert instance more on a rank, forward and backward
+    int64_t copy;        // weights of one expert over one rank's in-node link
+    int64_t cross_copy;  // weights of one expert over the network, by all NICs of a node if sharded
+    int64_t grad;        // gradients of one expert over one rank's in-node link
+    int64_t cross_grad;  // gradients of one expert over the network, likewise
     int64_t network_row;   // a routed token over one NIC, one way
     int64_t hide_forward;  // transfer time hidden per token that home experts compute, forward
     int64_t hide_backward;
