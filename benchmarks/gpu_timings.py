@@ -233,30 +233,22 @@ def time_transfers(add: Add, ranks_per_node: int, nodes: int) -> None:
     took = event_us(lambda: cluster.replicate(plan, lists, tables, spare))
     _add_transfer(add, f"replicate, {shape}", took, plain, moved, wrong, cluster.errors())
 
-    # Ranks in one GPU have no links to relieve: this is what relays cost.
-    direct = SimulatedCluster(config, replace(cluster.settings, max_relays=0))
-    direct_lists, direct_tables = direct.lists(plan), direct.tables(weights)
-    for tensor in (t for rank in spare for t in rank):
-        tensor.zero_()
-    torch.cuda.synchronize()
-    took = event_us(lambda: direct.replicate(plan, direct_lists, direct_tables, spare))
-    wrong = sum(count_wrong(a, b) for a, b in zip(spare, expected, strict=True))
-    what = f"replicate without relays, {shape}"
-    _add_transfer(add, what, took, plain, moved, wrong, direct.errors())
-    direct.close()
-
-    if torch.cuda.get_device_capability() >= (9, 0):
-        pieces = BULK_PIECE_BYTES["bulk"]
-        bulk = SimulatedCluster(config, replace(cluster.settings, bulk_piece_bytes=pieces))
-        bulk_lists, bulk_tables = bulk.lists(plan), bulk.tables(weights)
+    def replicate_with(how: str, **settings: int) -> None:
+        """The same plan and weights with other settings."""
+        other = SimulatedCluster(config, replace(cluster.settings, **settings))
+        other_lists, other_tables = other.lists(plan), other.tables(weights)
         for tensor in (t for rank in spare for t in rank):
             tensor.zero_()
         torch.cuda.synchronize()
-        took = event_us(lambda: bulk.replicate(plan, bulk_lists, bulk_tables, spare))
+        took = event_us(lambda: other.replicate(plan, other_lists, other_tables, spare))
         wrong = sum(count_wrong(a, b) for a, b in zip(spare, expected, strict=True))
-        what = f"replicate by bulk copies, {shape}"
-        _add_transfer(add, what, took, plain, moved, wrong, bulk.errors())
-        bulk.close()
+        _add_transfer(add, f"replicate {how}, {shape}", took, plain, moved, wrong, other.errors())
+        other.close()
+
+    # Ranks in one GPU have no links to relieve: this is what relays cost.
+    replicate_with("without relays", max_relays=0)
+    if torch.cuda.get_device_capability() >= (9, 0):
+        replicate_with("by bulk copies", bulk_piece_bytes=BULK_PIECE_BYTES["bulk"])
 
     slots, sums = make(SPARE, True), [tuple(t.float() for t in rank) for rank in make(home, True)]
     wanted = [tuple(t.clone() for t in rank) for rank in sums]

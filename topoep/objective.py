@@ -19,8 +19,8 @@ def _check_weight(cross_weight: int) -> None:
     check_int(cross_weight, "cross_weight")
     if not 1 <= cross_weight <= _MAX_CROSS_WEIGHT:
         raise ValueError(
-            f"cross_weight={cross_weight}: a copy between nodes costs 1 to {_MAX_CROSS_WEIGHT} "
-            "copies inside a node"
+            f"cross_weight={cross_weight}; expected 1 to {_MAX_CROSS_WEIGHT}: what a copy between "
+            "nodes costs, in copies inside a node"
         )
 
 
@@ -36,7 +36,7 @@ class Balance:
         cross_weight: what a copy that crosses nodes costs, in copies inside a node.
 
     Raises:
-        ValueError: the tolerance is not in [0, 1000], or positive but less than a millionth;
+        ValueError: the tolerance is not in [0, 1000], or positive but rounds to 0 millionths;
             cross_weight is not in 1 .. 1024.
     """
 
