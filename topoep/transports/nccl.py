@@ -63,6 +63,7 @@ def local_problem(topology: Topology | None) -> str:
         return "torch finds no GPU in this process"
     across_nodes = topology is not None and topology.num_nodes > 1
     problem: str = torch.ops.topoep.nccl_status(across_nodes)[2]
+    problem = problem or bulk_copies_problem(torch.cuda.get_device_capability())
     return problem or (topology_problem(topology) if topology is not None else "")
 
 
@@ -99,8 +100,6 @@ class NcclConnector:
         problem = local_problem(topology)
         if not problem and not over_group.moves_cuda:
             problem = f"the backend of the group is {over_group.backend!r}; CUDA tensors need nccl"
-        if not problem:
-            problem = bulk_copies_problem(torch.cuda.get_device_capability())
         if not problem:
             try:
                 _use_comm_of_group()
