@@ -20,6 +20,7 @@ from topoep.checks import check_int, check_type
 from topoep.objective import Balance, Objective, check_objective
 from topoep.portfolio import Candidate, choose_candidates
 from topoep.topology import Topology
+from topoep.validate import MAX_TOKENS as MAX_TOKENS
 from topoep.validate import PlanArrays, validate_plan
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 MAX_EXPERTS = 4096  # kMaxExperts in csrc/core/limits.h
 MAX_SPARE_SLOTS = 16  # kMaxSpareSlots
-MAX_TOKENS = 2**31 - 1  # kMaxTokens
 
 _next_token = itertools.count()
 

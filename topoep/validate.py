@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-_MAX_TOKENS = 2**31 - 1  # kMaxTokens
+MAX_TOKENS = 2**31 - 1  # kMaxTokens
 
 IntArray = npt.NDArray[np.integer]
 
@@ -72,7 +72,7 @@ class _Rules:
                     f"the counts give {name} = {value}, the solve found {self.plan.stats[name]}. "
                     "Were they changed in place since? Solve again, or give solve() a clone()"
                 )
-            if value > _MAX_TOKENS:
+            if value > MAX_TOKENS:
                 return None  # counts that no plan covers: the empty plan, and no other numbers
         return None
 

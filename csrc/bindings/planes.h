@@ -48,7 +48,7 @@ private:
 };
 
 // [R, N, G, E, S, rank, node, local, chunk bytes, tile bytes, ring slots, staging slots, workers,
-// max relays].
+// max relays, bulk piece bytes].
 DataPlaneConfig checked_plane_config(const std::vector<int64_t>& numbers);
 
 // What planes of every network are made from.

@@ -13,12 +13,7 @@ from topoep.transports.base import Pending, Transport
 from topoep.transports.c10d import C10dTransport
 from topoep.transports.local import LocalTransport
 from topoep.transports.nccl import NcclConnector, NcclTransport
-from topoep.transports.plane import (
-    DEFAULT_COMM_SMS,
-    PlaneSettings,
-    bulk_piece_bytes_from_environment,
-    timeout_from_environment,
-)
+from topoep.transports.plane import DEFAULT_COMM_SMS, PlaneSettings
 
 __all__ = [
     "C10dTransport",
@@ -88,11 +83,7 @@ def _check_arguments(
             "transport='local', which simulates all ranks in this process"
         )
     num_nodes = check_type(topology, Topology, "topology").num_nodes
-    settings = PlaneSettings(
-        comm_sms=check_int(comm_sms, "comm_sms"),
-        timeout_s=timeout_from_environment(),
-        bulk_piece_bytes=bulk_piece_bytes_from_environment(),
-    )
+    settings = PlaneSettings.from_environment(check_int(comm_sms, "comm_sms"))
     if group is not None:
         settings.roles(num_nodes)  # raises if they do not fit
     return settings

@@ -36,10 +36,8 @@ from topoep.transports.plane import (
     PlaneSettings,
     Window,
     bulk_copies_problem,
-    bulk_piece_bytes_from_environment,
     describe_error,
     lists_of,
-    timeout_from_environment,
 )
 
 _logger = logging.getLogger("topoep")
@@ -210,8 +208,7 @@ class NcclTransport(C10dTransport):
         topology: nodes of equal size, in any arrangement of the ranks.
         group: its ranks.
         plane: windows and kernels, from :class:`NcclConnector`.
-        settings: sizes; the defaults, with ``TOPOEP_TIMEOUT_S`` and
-                ``TOPOEP_WEIGHT_COPIES``, if None.
+        settings: sizes; ``PlaneSettings.from_environment()`` if None.
         counts_exchange: ``"kernel"``, or ``"all_gather"`` of torch.distributed on the stream;
             ``TOPOEP_COUNTS_EXCHANGE`` if None.
 
@@ -231,10 +228,7 @@ class NcclTransport(C10dTransport):
     ) -> None:
         super().__init__(topology, group)
         self._plane = plane
-        self.settings = settings or PlaneSettings(
-            timeout_s=timeout_from_environment(),
-            bulk_piece_bytes=bulk_piece_bytes_from_environment(),
-        )
+        self.settings = settings or PlaneSettings.from_environment()
         self.settings.roles(topology.num_nodes)  # raises if they do not fit
         if counts_exchange is None:
             counts_exchange = os.environ.get("TOPOEP_COUNTS_EXCHANGE", "kernel")

@@ -50,6 +50,19 @@ class PlaneSettings:
     threads: int = 512
     bulk_piece_bytes: int = 0
 
+    @classmethod
+    def from_environment(cls, comm_sms: int = DEFAULT_COMM_SMS) -> PlaneSettings:
+        """With ``TOPOEP_TIMEOUT_S`` and ``TOPOEP_WEIGHT_COPIES``.
+
+        Raises:
+            ValueError: one of them is not valid.
+        """
+        return cls(
+            comm_sms=comm_sms,
+            timeout_s=timeout_from_environment(),
+            bulk_piece_bytes=bulk_piece_bytes_from_environment(),
+        )
+
     def roles(self, num_nodes: int) -> list[int]:
         """Senders, pullers and threads per block; one block is the agent of the network.
 
